@@ -1,0 +1,214 @@
+"""Values that cross a process boundary, each next to its encoding.
+
+A worker publishes what its prefix cache holds as *frames* (`Hello`, `Batch`, `Load`) over one long HTTP response, and the
+gateway sends a worker what it already knows about a prompt as the body field ``warmpath`` (`PromptField`). Both sides
+import this module, so they cannot drift apart.
+
+Frames carry block names only, never token ids: ids are the prompt.
+
+What must hold: `seq` counts batches of one epoch from 1 without a hole; a `Load` carries the seq of the last batch before
+it, so a lost batch shows within a second. A new epoch means the replica lost everything it held.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+__all__ = [
+    "HASH_SCHEME",
+    "MAX_FRAME_BYTES",
+    "Batch",
+    "Frame",
+    "FrameDecoder",
+    "FrameError",
+    "Hello",
+    "Load",
+    "PromptField",
+    "ReplicaSpec",
+    "Stored",
+    "decode_ids",
+    "encode_frame",
+    "encode_ids",
+    "pack_ids",
+    "unpack_ids",
+]
+
+HASH_SCHEME: Final = "xxh3-64/1"
+"""Name and version of the block naming scheme (`router.blocks`); replica and gateway must agree on it."""
+
+MAX_FRAME_BYTES: Final = 4 << 20
+"""A replica is untrusted input: a longer frame ends the stream. A snapshot is cut into batches well below this."""
+
+_LENGTH_BYTES: Final = 4
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="hello"):
+    """Who is speaking: the first frame of every event stream and snapshot."""
+
+    v: int = 1
+    epoch: str
+    """Random per start of the replica."""
+    seq: int
+    """Seq of the last batch published when this stream was opened."""
+    model: str
+    revision: str = ""
+    adapter: str = ""
+    block_size: int
+    hash: str = HASH_SCHEME
+    tokenizer_digest: str
+    numerics: str
+    """Digest of all that decides the bits of an answer; equal numerics give equal text."""
+    capacity_blocks: int
+    max_num_seqs: int
+    started_at: float
+    """Unix time, seconds; for people."""
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True):
+    """A run of blocks that are now cached, each the child of the one before."""
+
+    parent: int
+    """Name of the block before the first one; the root's name for a prompt's first block."""
+    names: list[int]
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="batch"):
+    """What one engine step changed. Apply in the order cleared, removed, stored."""
+
+    seq: int
+    ts: float
+    stored: list[Stored] = []
+    removed: list[int] = []
+    cleared: bool = False
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="load"):
+    """How much work the replica has promised. On change, at most 20 a second, at least one: also the sign of life."""
+
+    seq: int
+    """Seq of the last batch published before this frame."""
+    ts: float
+    waiting: int
+    """Requests that have not begun to prefill."""
+    waiting_uncached_tokens: int
+    """Prompt tokens still to be computed: of waiting requests and of the unfinished part of running prefills."""
+    running: int
+    kv_used_blocks: int
+    """Blocks that running requests hold; the rest is free or cached."""
+    prefill_tok_s: float
+    """Measured prefill rate, tokens a second."""
+    step_ms: float
+    """Measured time of a decode step, milliseconds."""
+    admitted: list[str] = []
+    """Request ids that entered the engine since the last frame: from here on the counts above include them."""
+
+
+Frame = Hello | Batch | Load
+
+_frame_encoder = msgspec.msgpack.Encoder()
+_frame_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+class FrameError(ValueError):
+    """The bytes are no frame stream; the connection is of no further use."""
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """One frame as u32be length + msgpack."""
+    payload = _frame_encoder.encode(frame)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise FrameError(f"frame of {len(payload)} bytes is longer than {MAX_FRAME_BYTES}")
+    return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
+
+
+class FrameDecoder:
+    """Bytes in any split → frames. Holds at most one partial frame."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Yield every frame that `data` completes; raise `FrameError` at the first that is none."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        try:
+            while len(buffer) - start >= _LENGTH_BYTES:
+                length = int.from_bytes(buffer[start : start + _LENGTH_BYTES], "big")
+                if length > MAX_FRAME_BYTES:
+                    raise FrameError(f"frame of {length} bytes is longer than {MAX_FRAME_BYTES}")
+                end = start + _LENGTH_BYTES + length
+                if len(buffer) < end:
+                    break
+                payload = bytes(buffer[start + _LENGTH_BYTES : end])
+                start = end
+                try:
+                    yield _frame_decoder.decode(payload)
+                except msgspec.MsgspecError as error:
+                    raise FrameError(str(error)) from error
+        finally:
+            del buffer[:start]
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a replica says of itself when it registers: the body of ``PUT /admin/v1/replicas/{id}``."""
+
+    url: str
+    model: str
+    revision: str = ""
+    kind: str = "warmpath"
+    """``warmpath`` (events, tokenizer, ids accepted) or ``openai`` (only /v1/*)."""
+    epoch: str = ""
+    credential: str = ""
+    """What the gateway shows the replica as its bearer token."""
+    lease_s: float = 15.0
+
+
+class PromptField(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The body field ``warmpath``: what the gateway already knows, so that the worker computes nothing twice.
+
+    Accepted only together with the replica credential.
+    """
+
+    prompt_ids: str = ""
+    """base64 of u32le token ids; '' when the worker shall render and tokenize (several prompts in one body)."""
+    salt: str = ""
+    seed: int | None = None
+    request_id: str = ""
+    priority: int = 0
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids → u32le bytes, the form that is hashed and sent."""
+    packed = array("I", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(data: bytes) -> array[int]:
+    """u32le bytes → token ids. Raises ValueError when the length is no multiple of 4."""
+    ids = array("I")
+    ids.frombytes(data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
+
+
+def encode_ids(packed: bytes) -> str:
+    """u32le bytes → the text form inside `PromptField`."""
+    return base64.b64encode(packed).decode("ascii")
+
+
+def decode_ids(text: str) -> bytes:
+    """The text form inside `PromptField` → u32le bytes. Raises ValueError on anything else."""
+    packed = base64.b64decode(text, validate=True)
+    if len(packed) % 4:
+        raise ValueError("prompt_ids is no whole number of u32")
+    return packed
