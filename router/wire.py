@@ -107,6 +107,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="loa
     """Measured time of a decode step, milliseconds."""
     admitted: list[str] = []
     """Request ids that entered the engine since the last frame: from here on the counts above include them."""
+    prompt_tokens_total: int = 0
+    """Counters since the epoch began: prompt tokens of admitted requests, those served from the cache, tokens generated."""
+    cached_tokens_total: int = 0
+    generated_tokens_total: int = 0
 
 
 Frame = Hello | Batch | Load

@@ -1,0 +1,335 @@
+"""Each replica as the router sees it: what it is, what was promised to it, how fast it is, whether it may be used.
+
+What must hold: a `Reservation` is released exactly once, and when all are released every promise is 0; whatever became of
+the replica meanwhile. Work is counted in tokens and requests (whole numbers, so that sums return to 0) and turned into
+seconds only when somebody asks.
+
+Frames come from a replica, so their numbers are untrusted: a wrong one may make the replica look bad or good, but must not
+raise or make the arithmetic of others wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final
+
+import msgspec
+
+from router.breaker import Breaker, BreakerState, Pass, Verdict
+from router.index import Holding
+from router.settings import RoutingSettings
+from router.trust import Accuracy, EventStream, Trust
+from router.wire import Hello, Load, ReplicaSpec
+
+__all__ = ["Outcome", "Replica", "ReplicaView", "Reservation", "ReservationError"]
+
+MIN_TOK_S: Final = 1.0
+MAX_TOK_S: Final = 1e7
+"""A prefill rate outside of these is nonsense, whoever says it."""
+
+MIN_SAMPLE_TOKENS: Final = 128
+"""Fewer uncached tokens than these take less time than a network's noise."""
+
+
+class Outcome(Enum):
+    """How a request ended, as far as its replica is concerned."""
+
+    OK = "ok"
+    FAILED = "failed"
+    """5xx, no connection, time-out, broken answer: the replica's fault."""
+    BUSY = "busy"
+    """429, or 503 with Retry-After: not a fault."""
+    CLIENT_ERROR = "client_error"
+    CANCELLED = "cancelled"
+
+
+_VERDICTS: Final = {
+    Outcome.OK: Verdict.GOOD,
+    Outcome.FAILED: Verdict.BAD,
+    Outcome.BUSY: Verdict.NOTHING,
+    Outcome.CLIENT_ERROR: Verdict.NOTHING,
+    Outcome.CANCELLED: Verdict.NOTHING,
+}
+
+
+class ReservationError(RuntimeError):
+    """A reservation was used after its release: our own bug."""
+
+
+class _Stage(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    RELEASED = "released"
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """The work one request promised to one replica. Made by `Router.begin`, ended by `Router.finish`."""
+
+    replica: Replica
+    request_id: str
+    names: Sequence[int]
+    stamp: float
+    prompt_tokens: int
+    matched_tokens: int
+    tokens_known: bool
+    streamed: bool
+    begun_at: float
+    permit: Pass
+    alone: bool = False
+    """No other prompt was being computed there from its begin to its first byte."""
+    stage: _Stage = _Stage.PREFILL
+    admitted: bool = False
+    prefill_s: float | None = None
+
+    @property
+    def replica_id(self) -> str:
+        return self.replica.id
+
+    @property
+    def uncached_tokens(self) -> int:
+        return self.prompt_tokens - self.matched_tokens
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica at one moment, for people and metrics."""
+
+    id: str
+    spec: ReplicaSpec
+    """Without the credential."""
+    trust: Trust
+    healthy: bool
+    cordoned: bool
+    draining: bool
+    weight: float
+    mismatch: str
+    """Why it does not fit its pool; '' when it does."""
+    breaker: BreakerState
+    ejected_until: float
+    busy_until: float
+    inflight: int
+    promised_tokens: int
+    """Prompt tokens sent to it that have not given a first byte yet."""
+    load: Load | None
+    load_at: float
+    """When `load` came."""
+    hello: Hello | None
+    prefill_tok_s: float | None
+    """None when neither reported nor learned."""
+    confirmed_blocks: int
+    expected_blocks: int
+    accuracy: Accuracy
+
+
+class Replica:
+    """State of one replica and the rules that concern it alone. Changed only through `Router`."""
+
+    def __init__(self, replica_id: str, spec: ReplicaSpec, holding: Holding, settings: RoutingSettings) -> None:
+        self.id = replica_id
+        self.spec = spec
+        self.holding = holding
+        self.settings = settings
+        self.stream = EventStream()
+        self.accuracy = Accuracy()
+        self.breaker = Breaker(settings.eject_after, settings.eject_s, settings.max_eject_s)
+        self.weight = 1.0
+        self.cordoned = False
+        self.draining = False
+        self.healthy = False
+        self.mismatch = ""
+        self.busy_until = 0.0
+        self.stale_at = float("inf")
+        """When the picture left by a lost stream is dropped."""
+        self.hello: Hello | None = None
+        self.load: Load | None = None
+        self.load_at = 0.0
+        self.rate: float | None = None
+        """Prefill tokens a second: reported, else learned, else None."""
+        self.inflight = 0
+        self.unanswered_tokens = 0
+        self.unadmitted_tokens = 0
+        self._prefilling: dict[Reservation, None] = {}  # oldest first
+        self._load_until = float("-inf")
+        self._first_since = float("-inf")
+        """When the oldest of `_prefilling` came to be the oldest."""
+
+    @property
+    def trust(self) -> Trust:
+        if self.stream.exact:
+            return Trust.EXACT
+        return Trust.BLIND if self.mismatch or not self.settings.learned_tokens else Trust.LEARNING
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks its cache has; 0 when it did not tell."""
+        return 0 if self.hello is None else self.hello.capacity_blocks
+
+    # -- may it be used?
+
+    def why_not(self, now: float) -> str:
+        """Why no new request may go there; '' when one may."""
+        if not self.healthy:
+            return "unhealthy"
+        if self.mismatch:
+            return "mismatch"
+        if self.cordoned:
+            return "cordoned"
+        if self.draining:
+            return "draining"
+        if not self.breaker.admits(now):
+            return "ejected"
+        if now < self.busy_until:
+            return "busy"
+        return ""
+
+    # -- how long would a prompt wait?
+
+    def wait_s(self, now: float, rate: float) -> float:
+        """Seconds until it would begin with a prompt sent now, at `rate` prefill tokens a second."""
+        load = self.load
+        if load is not None and now < self._load_until:
+            backlog = load.waiting_uncached_tokens - rate * (now - self.load_at)
+            return (max(backlog, 0.0) + self.unadmitted_tokens) / rate + max(load.running, 0) * self._running_s(load)
+        return self._own_backlog(now, rate) / rate + (self.inflight - len(self._prefilling)) * self.settings.running_s
+
+    def _own_backlog(self, now: float, rate: float) -> float:
+        """Tokens left of what we promised, where the replica does not tell: in order of arrival, the first one under way."""
+        if not self._prefilling:
+            return 0.0
+        first = next(iter(self._prefilling))
+        done = rate * (now - max(first.begun_at, self._first_since))
+        return self.unanswered_tokens - min(max(done, 0.0), first.uncached_tokens)
+
+    def _running_s(self, load: Load) -> float:
+        """A prompt waits for the step under way; counted by how full the batch is, so that emptier replicas are preferred."""
+        step_s = load.step_ms / 1000
+        if self.hello is None or not 0 < step_s < 60:
+            return self.settings.running_s
+        return step_s / max(self.hello.max_num_seqs, 1)
+
+    # -- promises
+
+    def reserve(self, reservation: Reservation) -> None:
+        first = next(iter(self._prefilling), None)
+        reservation.alone = first is None
+        if first is not None:
+            first.alone = False  # the others never were
+        self.inflight += 1
+        self.unanswered_tokens += reservation.uncached_tokens
+        self.unadmitted_tokens += reservation.uncached_tokens
+        self._prefilling[reservation] = None
+
+    @property
+    def oldest_stamp(self) -> float:
+        """Stamp of the oldest request that has not given a first byte yet; infinity when there is none."""
+        first = next(iter(self._prefilling), None)
+        return float("inf") if first is None else first.stamp
+
+    def answered(self, reservation: Reservation, now: float) -> None:
+        """Its first body byte came: its prompt is computed."""
+        if reservation.stage is _Stage.RELEASED:
+            raise ReservationError(f"{reservation.request_id} was already finished")
+        if reservation.stage is _Stage.DECODE:
+            return
+        self._leave_prefill(reservation, now)
+        reservation.prefill_s = now - reservation.begun_at
+        self.breaker.first_byte(reservation.permit, now)
+
+    def finish(self, reservation: Reservation, now: float, outcome: Outcome, cached_tokens: int | None) -> bool:
+        """Release it; whether its prompt was computed."""
+        if reservation.stage is _Stage.RELEASED:
+            raise ReservationError(f"{reservation.request_id} was already finished")
+        if outcome is Outcome.OK:
+            self.answered(reservation, now)  # a whole answer at once has its first byte here
+        computed = reservation.stage is _Stage.DECODE
+        if not computed:
+            self._leave_prefill(reservation, now)
+        reservation.stage = _Stage.RELEASED
+        self.inflight -= 1
+        self.breaker.end(reservation.permit, _VERDICTS[outcome], now)
+        if outcome is Outcome.BUSY:
+            self.busy_until = max(self.busy_until, now + self.settings.busy_s)
+        if outcome is Outcome.OK and reservation.tokens_known:
+            self._learn(reservation, cached_tokens)
+        return computed
+
+    def _leave_prefill(self, reservation: Reservation, now: float) -> None:
+        if reservation is next(iter(self._prefilling)):
+            self._first_since = now
+        reservation.stage = _Stage.DECODE
+        del self._prefilling[reservation]
+        self.unanswered_tokens -= reservation.uncached_tokens
+        self._admit(reservation)
+
+    def _admit(self, reservation: Reservation) -> None:
+        if not reservation.admitted:
+            reservation.admitted = True
+            self.unadmitted_tokens -= reservation.uncached_tokens
+
+    # -- what it tells, and what can be learned
+
+    def take_load(self, load: Load, now: float) -> None:
+        """From now on `load` counts the requests in its `admitted`, so our own promises for them end."""
+        self.load, self.load_at, self._load_until = load, now, now + self.settings.load_fresh_s
+        if MIN_TOK_S <= load.prefill_tok_s <= MAX_TOK_S:
+            self.rate = load.prefill_tok_s
+        if load.admitted:
+            admitted = frozenset(load.admitted)
+            for reservation in self._prefilling:
+                if reservation.request_id in admitted:
+                    self._admit(reservation)
+
+    def lose_stream(self, now: float) -> None:
+        """Its events stopped: our own promises count again, and the picture ages."""
+        self.stream.cut()
+        self._load_until = float("-inf")
+        self.age_picture(now)
+
+    def age_picture(self, now: float) -> None:
+        self.stale_at = min(self.stale_at, now + self.settings.stale_after_s)
+
+    def _learn(self, reservation: Reservation, cached_tokens: int | None) -> None:
+        uncached = reservation.uncached_tokens
+        if cached_tokens is not None:
+            cached = min(max(cached_tokens, 0), reservation.prompt_tokens)
+            self.accuracy.count(reservation.matched_tokens, cached)
+            uncached = reservation.prompt_tokens - cached
+        # An answer that came as a whole was decoded to its end before its first byte.
+        if self.load is None and reservation.alone and reservation.streamed:
+            self._learn_rate(uncached, reservation.prefill_s)
+
+    def _learn_rate(self, uncached_tokens: int, prefill_s: float | None) -> None:
+        """Move the rate towards a sample that no other prompt disturbed."""
+        if prefill_s is None or uncached_tokens < MIN_SAMPLE_TOKENS:
+            return
+        rate = self.rate or self.settings.prefill_tok_s
+        sample = uncached_tokens / max(prefill_s - self.settings.fixed_s, 0.001)
+        # One sample counts a quarter, and no more than four times too much or too little.
+        sample = min(max(sample, rate / 4), rate * 4)
+        self.rate = min(max(rate + (sample - rate) / 4, MIN_TOK_S), MAX_TOK_S)
+
+    def view(self) -> ReplicaView:
+        return ReplicaView(
+            id=self.id,
+            spec=msgspec.structs.replace(self.spec, credential=""),
+            trust=self.trust,
+            healthy=self.healthy,
+            cordoned=self.cordoned,
+            draining=self.draining,
+            weight=self.weight,
+            mismatch=self.mismatch,
+            breaker=self.breaker.state,
+            ejected_until=self.breaker.until,
+            busy_until=self.busy_until,
+            inflight=self.inflight,
+            promised_tokens=self.unanswered_tokens,
+            load=self.load,
+            load_at=self.load_at,
+            hello=self.hello,
+            prefill_tok_s=self.rate,
+            confirmed_blocks=self.holding.confirmed,
+            expected_blocks=self.holding.expected,
+            accuracy=replace(self.accuracy),
+        )

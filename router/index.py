@@ -1,0 +1,175 @@
+"""Which replica holds which block.
+
+Operations and their cost, for a prompt of n blocks and R replicas:
+
+- `match`: how many leading blocks of a prompt each replica holds. O(d · log n) look-ups, d = number of different answers; one
+  look-up when nobody holds the first block. Never a step per block, never a look-up per replica.
+- `store`, `remove`: what a replica's events say. O(1) a block.
+- `expect`: what a prompt just sent there will leave behind. O(blocks that no event has confirmed yet).
+- `leave`, `clear`: O(what that replica holds).
+
+One dict maps a name to a bit mask of replicas; beside it each replica keeps its own names, so that it can leave without a
+walk over everybody's. A name is held because events *confirmed* it or because it is *expected*; the mask does not tell
+these apart, so a match costs one look-up a step. An entry that one replica holds takes 110-130 bytes
+when confirmed and 160-195 when expected, names included; one that many hold about 40 and 100 for each (CPython 3.11).
+
+What `match` relies on: a replica that holds a block holds all blocks before it, because engines free a sequence tail first
+and never keep a child without its parent. So masks only lose bits along a prompt, and bisection finds where. Confirmed
+entries inherit this from the replica; expected ones are touched leaf first and dropped oldest first, so a parent always
+outlives its children. A replica whose events break the rule gets a wrong depth for itself, and nothing else goes wrong:
+every entry is still counted once and dropped once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+__all__ = ["Holding", "Index"]
+
+
+class Holding:
+    """What one replica holds. Made by `Index.join`, changed only by the index."""
+
+    __slots__ = ("_bit", "_confirmed", "_expected", "slot")
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self._bit = 1 << slot
+        self._confirmed: set[int] = set()
+        self._expected: OrderedDict[int, float] = OrderedDict()  # name → stamp, oldest first
+
+    @property
+    def confirmed(self) -> int:
+        """How many blocks events say it holds."""
+        return len(self._confirmed)
+
+    @property
+    def expected(self) -> int:
+        """How many more blocks it should hold by what was sent to it."""
+        return len(self._expected)
+
+
+class Index:
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+        self._free_slots: list[int] = []
+        self._slots = 0
+
+    def __len__(self) -> int:
+        """Number of different blocks that anybody holds."""
+        return len(self._masks)
+
+    def join(self) -> Holding:
+        if self._free_slots:
+            return Holding(self._free_slots.pop())
+        self._slots += 1
+        return Holding(self._slots - 1)
+
+    def leave(self, holding: Holding) -> None:
+        """Drop all it holds; its slot may be given to another. The holding is of no further use."""
+        self.clear(holding)
+        self._free_slots.append(holding.slot)
+
+    def clear(self, holding: Holding) -> None:
+        self.clear_confirmed(holding)
+        self.expire(holding, float("inf"))
+
+    def clear_confirmed(self, holding: Holding) -> None:
+        gone, holding._confirmed = holding._confirmed, set()
+        self._drop(holding, gone)
+
+    def store(self, holding: Holding, names: Iterable[int]) -> None:
+        """Events say that it holds these; what was expected is now known."""
+        masks, bit, confirmed, expected = self._masks, holding._bit, holding._confirmed, holding._expected
+        for name in names:
+            if name in confirmed:
+                continue
+            confirmed.add(name)
+            if expected.pop(name, None) is None:
+                masks[name] = masks.get(name, 0) | bit
+
+    def remove(self, holding: Holding, names: Iterable[int]) -> None:
+        """Events say that it no longer holds these. Names that it does not hold are ignored."""
+        gone = holding._confirmed.intersection(names)
+        holding._confirmed -= gone
+        self._drop(holding, gone)
+
+    def expect(self, holding: Holding, names: Sequence[int], stamp: float, cap: int) -> None:
+        """A prompt with these blocks was sent there at `stamp`; keep at most `cap` expected blocks, dropping the oldest.
+
+        `stamp` must be larger than every one before it. The walk goes from the leaf to the first confirmed block: the blocks
+        before that one are confirmed too.
+        """
+        masks, bit, confirmed, expected = self._masks, holding._bit, holding._confirmed, holding._expected
+        for name in reversed(names):
+            if name in confirmed:
+                break
+            if name in expected:
+                expected.move_to_end(name)
+            else:
+                masks[name] = masks.get(name, 0) | bit
+            expected[name] = stamp
+        self._drop(holding, [expected.popitem(last=False)[0] for _ in range(len(expected) - cap)])
+
+    def retract(self, holding: Holding, names: Sequence[int], stamp: float) -> None:
+        """The prompt sent at `stamp` was not computed. Blocks that a later prompt expects too stay."""
+        expected = holding._expected
+        gone = []
+        for name in names:
+            if expected.get(name) == stamp:
+                del expected[name]
+                gone.append(name)
+        self._drop(holding, gone)
+
+    def expire(self, holding: Holding, horizon: float) -> None:
+        """Drop what was last sent there before `horizon`."""
+        expected = holding._expected
+        gone = []
+        for name, stamp in expected.items():
+            if stamp >= horizon:
+                break
+            gone.append(name)
+        for name in gone:
+            del expected[name]
+        self._drop(holding, gone)
+
+    def match(self, names: Sequence[int], limit: int | None = None) -> dict[int, int]:
+        """Slot of each replica that holds a prefix of `names` → number of leading blocks it holds, at most `limit`."""
+        count = len(names) if limit is None else min(len(names), limit)
+        if count <= 0:
+            return {}
+        masks = self._masks
+        first = masks.get(names[0], 0)
+        if not first:
+            return {}
+        depths: dict[int, int] = {}
+        # Ranges [low, high) left to search; everybody in `here` holds the block at `low`, those who hold the one at `high`
+        # are `there`. At `count` nobody holds anything.
+        ranges = [(0, first, count, 0)]
+        while ranges:
+            low, here, high, there = ranges.pop()
+            if here == there:
+                continue
+            if high - low == 1:
+                lost = here & ~there
+                while lost:
+                    bit = lost & -lost
+                    depths[bit.bit_length() - 1] = high
+                    lost ^= bit
+                continue
+            middle = (low + high) // 2
+            between = masks.get(names[middle], 0) & here
+            ranges.append((low, here, middle, between))
+            ranges.append((middle, between, high, there & between))
+        return depths
+
+    def _drop(self, holding: Holding, names: Iterable[int]) -> None:
+        """These left one of its collections. A name is never in both: what is confirmed is not expected any more."""
+        masks, bit = self._masks, holding._bit
+        for name in names:
+            left = masks[name] ^ bit
+            if left:
+                masks[name] = left
+            else:
+                del masks[name]

@@ -1,0 +1,413 @@
+"""`Router`: the one mutable thing that the gateway talks to. It knows replicas, learns from them, and decides.
+
+    cost(replica) = (wait + w · own work) ÷ weight        all in seconds
+
+*Wait* is uncached prompt tokens already promised to the replica ÷ its prefill rate, plus what its running decodes add. *Own
+work* is this prompt's uncached tokens ÷ that rate + a fixed part. With w = 1 this is the predicted time to the first token; w
+rises with the wait that even the least busy replica has, because near saturation every token prefilled twice delays
+everybody. There is no threshold: a hot prefix spreads when waiting for it costs more than computing it again. A replica of
+weight 2 gets a prompt as long as it costs at most twice as much there.
+
+What changes what: `route` looks and changes nothing (so it is also what `/explain` asks); `begin`, `answered` and `finish`
+move promises; `apply` and its siblings move knowledge. What has expired is dropped by the next `begin`, frame or health
+probe of that replica, so until then `route` may still count it.
+
+What must hold: every `begin` is followed by exactly one `finish`, and then nothing of it is left in any sum, also when its
+replica has left or restarted meanwhile. A replica that leaves takes its index entries with it.
+
+Errors: `PoolMismatch` (a replica that cannot join its pool), `UnknownReplica` (an operator named one that is not there),
+`ReservationError` (our own bug). Frames, probes and results for a replica that has left are ignored: whoever watches it may
+still have one in hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from router.blocks import BlockName, matchable_blocks
+from router.fleet import Outcome, Replica, ReplicaView, Reservation
+from router.policies import POLICIES, Candidate, Turn
+from router.pool import Members, Pool
+from router.settings import PolicyName, RoutingSettings
+from router.trust import Step, Sync, Trust
+from router.wire import Batch, Frame, Hello, Load, ReplicaSpec
+
+__all__ = ["Decision", "Query", "Router", "UnknownReplica", "Unroutable"]
+
+
+class UnknownReplica(LookupError):
+    """There is no such replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A prompt, as far as routing needs to know it."""
+
+    model: str
+    names: Sequence[BlockName]
+    num_tokens: int
+    exclude: frozenset[str] = frozenset()
+    """Replicas that were tried already."""
+    request_tokens_known: bool = True
+    """False when `num_tokens` is a guess that nothing should be learned from."""
+    streamed: bool = True
+    """False when the answer's first byte comes only with its last token, so that its time tells nothing of the prefill."""
+
+
+class Decision(msgspec.Struct, frozen=True, gc=False):
+    replica_id: str
+    matched_tokens: int
+    prompt_tokens: int
+    reason: str
+    """One of a few fixed words."""
+    w: float
+    policy: PolicyName
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unroutable:
+    """``capacity``: all replicas that could serve it are busy. ``no_replica``: none is there, healthy and not excluded."""
+
+    code: Literal["model_not_found", "no_replica", "capacity"]
+    retry_after_s: float = 0.0
+
+
+class Router:
+    def __init__(self, settings: RoutingSettings | None = None) -> None:
+        self._settings = settings or RoutingSettings()
+        self._choose = POLICIES[self._settings.policy]
+        self._pools: dict[str, Members] = {}
+        self._replicas: dict[str, Replica] = {}
+        self._last_stamp = float("-inf")
+        self._begun = 0
+
+    # -- membership
+
+    def add(self, replica_id: str, spec: ReplicaSpec, now: float) -> None:
+        """A replica registers, or says again that it is there. It takes requests once `set_health` says that it is well.
+
+        One with a new epoch, address, model, revision or kind is another replica: all that was known of the old one goes,
+        but not what operators set. Model '' means not known yet: it serves nothing until it is added again with one.
+        Raises `PoolMismatch`.
+        """
+        known = self._replicas.get(replica_id)
+        if known is not None and _same_process(known, spec):
+            known.spec = spec
+            return
+        members = self._pools.get(spec.model)
+        if spec.model and members is not None and not members.replicas.keys() <= {replica_id}:
+            members.require_fit(spec)
+        if known is not None:
+            self.remove(replica_id)
+        members = self._pools.setdefault(spec.model, Members(spec, now))
+        replica = Replica(replica_id, spec, members.index.join(), self._settings)
+        if known is not None:
+            replica.weight, replica.cordoned = known.weight, known.cordoned
+        members.replicas[replica_id] = self._replicas[replica_id] = replica
+
+    def remove(self, replica_id: str) -> None:
+        """It is gone, with its index entries. Reservations on it stay valid until they are finished."""
+        replica = self._replicas.pop(replica_id, None)
+        if replica is None:
+            return
+        members = self._pools[replica.spec.model]
+        members.index.leave(replica.holding)
+        del members.replicas[replica_id]
+        if not members.replicas:
+            del self._pools[replica.spec.model]
+
+    def patch(
+        self,
+        replica_id: str,
+        *,
+        weight: float | None = None,
+        cordoned: bool | None = None,
+        draining: bool | None = None,
+    ) -> None:
+        """What operators set. Raises `UnknownReplica`, and ValueError for a weight that is not above 0."""
+        replica = self._known(replica_id)
+        if weight is not None:
+            if not 0 < weight < math.inf:
+                raise ValueError(f"weight {weight} is not above 0")
+            replica.weight = weight
+        if cordoned is not None:
+            replica.cordoned = cordoned
+        if draining is not None:
+            replica.draining = draining
+
+    def set_health(self, replica_id: str, healthy: bool, now: float) -> None:
+        """By a probe, or by its event stream's being alive."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.healthy = healthy
+            self._drop_expired(replica, now)
+
+    def busy(self, replica_id: str, until: float) -> None:
+        """It said busy and named a time. Bound that time before: a replica can ask for any."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.busy_until = until
+
+    def spec(self, replica_id: str) -> ReplicaSpec:
+        """How to reach it, credential included. Raises `UnknownReplica`."""
+        return self._known(replica_id).spec
+
+    def replicas(self) -> list[ReplicaView]:
+        return [replica.view() for replica in self._replicas.values()]
+
+    def models(self) -> list[str]:
+        return [model for model in self._pools if model]
+
+    def pool(self, model: str) -> Pool | None:
+        members = self._pools.get(model) if model else None
+        return None if members is None else members.record
+
+    # -- knowledge
+
+    def apply(self, replica_id: str, frame: Frame, now: float) -> Sync:
+        """Take in the next frame of its event stream."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return Sync.OK
+        self._drop_expired(replica, now)
+        if isinstance(frame, Hello):
+            return self._greet(replica, frame)
+        if replica.mismatch:
+            return Sync.MISMATCH
+        if isinstance(frame, Load):
+            replica.take_load(frame, now)
+            step = replica.stream.load(frame.seq)
+        else:
+            step = replica.stream.batch(frame.seq)
+            if step is Step.APPLY and not self._change(replica, frame):
+                step = Step.GAP
+        if step is Step.GAP:
+            replica.age_picture(now)
+            return Sync.GAP
+        if replica.stream.exact:
+            replica.stale_at = math.inf
+        return Sync.OK
+
+    def apply_snapshot(self, replica_id: str, frames: Sequence[Frame], now: float) -> Sync:
+        """Replace what is known of its cache by a snapshot: a greeting, batches, and the seq of the last frame.
+
+        `Sync.GAP`: it is no snapshot, or it cannot be true.
+        """
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return Sync.OK
+        if not frames or not isinstance(frames[0], Hello):
+            return Sync.GAP
+        hello, index = frames[0], self._pools[replica.spec.model].index
+        if not self._fits(replica, hello):
+            return Sync.MISMATCH
+        if hello.epoch == replica.stream.epoch:
+            index.clear_confirmed(replica.holding)
+        else:
+            index.clear(replica.holding)
+        replica.stream.snapshot(hello.epoch, frames[-1].seq)
+        for frame in frames:
+            if isinstance(frame, Load):
+                replica.take_load(frame, now)
+            elif isinstance(frame, Batch) and not self._change(replica, frame):
+                return Sync.GAP
+        if replica.stream.exact:
+            replica.stale_at = math.inf
+        return Sync.OK
+
+    def events_lost(self, replica_id: str, now: float) -> None:
+        """Its event stream ended. What it said is kept for a while, for a stream that comes back and replays the rest."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.lose_stream(now)
+
+    def resume_point(self, replica_id: str) -> tuple[str, int] | None:
+        """(epoch, seq of the last batch applied) to ask for the rest with; None when nothing was heard of it."""
+        replica = self._replicas.get(replica_id)
+        return None if replica is None else replica.stream.resume_point
+
+    # -- decisions
+
+    def route(self, query: Query, now: float, draw: float) -> Decision | Unroutable:
+        """Where the prompt should go. Changes nothing. `draw` in [0, 1) breaks ties."""
+        members = self._pools.get(query.model) if query.model else None
+        if members is None:
+            return Unroutable("model_not_found")
+        candidates, w = self._weigh(members, query, now)
+        choices = [candidate for candidate in candidates if candidate.eligible]
+        all_ejected = False
+        if not choices:
+            refusal = self._refusal(members, candidates, now)
+            if refusal is not None:
+                return refusal
+            # Better one that failed lately than none: ejection must never take down a pool.
+            all_ejected = True
+            choices = [candidate for candidate in candidates if candidate.why_not == "ejected"]
+        chosen, reason = self._choose(choices, Turn(draw, self._begun, self._settings.tie_ratio))
+        return Decision(
+            chosen.replica,
+            chosen.matched_tokens,
+            query.num_tokens,
+            "all_ejected" if all_ejected else reason,
+            w,
+            self._settings.policy,
+            candidates,
+        )
+
+    def begin(self, decision: Decision, query: Query, request_id: str, now: float) -> Reservation:
+        """The prompt is about to be sent: its work is promised and its blocks are expected there from now on.
+
+        Raises `UnknownReplica` when the replica left since the decision.
+        """
+        replica = self._known(decision.replica_id)
+        self._drop_expired(replica, now)
+        # Stamps tell one prompt's expected blocks from another's, so no two may be equal.
+        self._last_stamp = max(now, math.nextafter(self._last_stamp, math.inf))
+        self._begun += 1
+        reservation = Reservation(
+            replica=replica,
+            request_id=request_id,
+            names=query.names,
+            stamp=self._last_stamp,
+            prompt_tokens=decision.prompt_tokens,
+            matched_tokens=decision.matched_tokens,
+            tokens_known=query.request_tokens_known,
+            streamed=query.streamed,
+            begun_at=now,
+            permit=replica.breaker.begin(now),
+        )
+        replica.reserve(reservation)
+        if replica.trust is not Trust.BLIND:
+            members = self._pools[replica.spec.model]
+            cap = replica.capacity_blocks or self._settings.learned_tokens // members.record.block_size
+            members.index.expect(replica.holding, query.names, reservation.stamp, cap)
+        return reservation
+
+    def answered(self, reservation: Reservation, now: float) -> None:
+        """Its first body byte came: its prefill is done. Raises `ReservationError` after `finish`."""
+        reservation.replica.answered(reservation, now)
+
+    def finish(self, reservation: Reservation, now: float, outcome: Outcome, cached_tokens: int | None) -> None:
+        """It ended, in whatever way. Exactly once: a second call raises `ReservationError`.
+
+        `cached_tokens` is what the replica reported, None when it did not.
+        """
+        replica = reservation.replica
+        computed = replica.finish(reservation, now, outcome, cached_tokens)
+        if not computed and self._replicas.get(replica.id) is replica:
+            self._pools[replica.spec.model].index.retract(replica.holding, reservation.names, reservation.stamp)
+
+    # -- inside
+
+    def _known(self, replica_id: str) -> Replica:
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            raise UnknownReplica(f"there is no replica {replica_id!r}")
+        return replica
+
+    def _fits(self, replica: Replica, hello: Hello) -> bool:
+        """Whether its pool can use it; remembers the answer."""
+        members = self._pools[replica.spec.model]
+        replica.mismatch = members.misfit(hello, self._settings.max_blocks)
+        if replica.mismatch:
+            members.index.clear(replica.holding)
+            replica.stream.cut()
+            replica.stream.disown()
+            return False
+        members.learn(hello)
+        replica.hello = hello
+        return True
+
+    def _greet(self, replica: Replica, hello: Hello) -> Sync:
+        if not self._fits(replica, hello):
+            return Sync.MISMATCH
+        if replica.stream.hello(hello.epoch, hello.seq) is Step.RESTART:
+            self._pools[replica.spec.model].index.clear(replica.holding)
+        if replica.stream.exact:
+            replica.stale_at = math.inf
+        return Sync.OK
+
+    def _change(self, replica: Replica, batch: Batch) -> bool:
+        """Apply a batch to the index. False: the replica claims more blocks than it has, so nothing it said is believed."""
+        index, holding = self._pools[replica.spec.model].index, replica.holding
+        if batch.cleared:
+            index.clear(holding)
+        index.remove(holding, batch.removed)
+        for run in batch.stored:
+            index.store(holding, run.names)
+        if holding.confirmed <= replica.capacity_blocks:
+            return True
+        index.clear(holding)
+        replica.stream.disown()
+        return False
+
+    def _drop_expired(self, replica: Replica, now: float) -> None:
+        index, settings = self._pools[replica.spec.model].index, self._settings
+        if now >= replica.stale_at:
+            index.clear_confirmed(replica.holding)
+            replica.stream.disown()
+            replica.stale_at = math.inf
+        if replica.trust is Trust.EXACT:
+            # Events come when a prompt is computed, so one that still waits keeps its blocks expected.
+            index.expire(replica.holding, min(now - settings.optimistic_ttl_s, replica.oldest_stamp))
+        else:
+            index.expire(replica.holding, now - settings.learned_ttl_s)
+
+    def _weigh(self, members: Members, query: Query, now: float) -> tuple[tuple[Candidate, ...], float]:
+        """Every replica of the pool in seconds, and w."""
+        settings = self._settings
+        num_tokens, exclude = query.num_tokens, query.exclude
+        block_size = members.record.block_size
+        depths = members.index.match(query.names, matchable_blocks(num_tokens, block_size))
+        usual_rate = members.usual_rate(settings.prefill_tok_s)
+        least_wait = math.inf
+        rows = []
+        for replica in members.replicas.values():
+            rate = replica.rate or usual_rate
+            matched = depths.get(replica.holding.slot, 0) * block_size
+            wait = replica.wait_s(now, rate)
+            why_not = "excluded" if replica.id in exclude else replica.why_not(now)
+            if not why_not and wait < least_wait:
+                least_wait = wait
+            rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + settings.fixed_s))
+        w = 1.0 if least_wait == math.inf else min(1.0 + settings.w_per_wait_s * least_wait, settings.max_w)
+        candidates = tuple(
+            [
+                Candidate(
+                    replica.id,
+                    not why_not,
+                    why_not,
+                    matched,
+                    num_tokens - matched,
+                    wait,
+                    own,
+                    (wait + w * own) / replica.weight,
+                    replica.trust,
+                )
+                for replica, why_not, matched, wait, own in rows
+            ]
+        )
+        return candidates, w
+
+    def _refusal(self, members: Members, candidates: Sequence[Candidate], now: float) -> Unroutable | None:
+        """Why nobody may take the prompt; None when that is only because all were ejected."""
+        waits = [members.replicas[each.replica].busy_until - now for each in candidates if each.why_not == "busy"]
+        if waits:
+            return Unroutable("capacity", min(waits))
+        if any(candidate.why_not == "ejected" for candidate in candidates):
+            return None
+        return Unroutable("no_replica", self._settings.retry_after_s)
+
+
+def _same_process(replica: Replica, spec: ReplicaSpec) -> bool:
+    old = replica.spec
+    if (old.url, old.model, old.revision, old.kind) != (spec.url, spec.model, spec.revision, spec.kind):
+        return False
+    # A restart may show in the event stream before the replica registers again.
+    return spec.epoch in (old.epoch, replica.stream.epoch)

@@ -1,0 +1,62 @@
+"""The knobs of routing, each with its unit and the reason for its default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Final, Literal, get_args
+
+__all__ = ["PolicyName", "RoutingSettings"]
+
+PolicyName = Literal["cost", "round_robin", "random"]
+
+_MAY_BE_ZERO: Final = frozenset({"fixed_s", "running_s", "w_per_wait_s", "tie_ratio", "learned_tokens"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSettings:
+    policy: PolicyName = "cost"
+    prefill_tok_s: float = 8000.0
+    """Prefill rate of a replica before anything is known of it or its peers: about an 8B model on one GPU."""
+    fixed_s: float = 0.02
+    """What a prompt costs even when all of it is cached."""
+    running_s: float = 0.0005
+    """What each running decode adds to a new prompt's wait where the replica does not report its step time."""
+    w_per_wait_s: float = 2.0
+    """How much w rises with each second that even the least busy replica would let a prompt wait."""
+    max_w: float = 11.0
+    tie_ratio: float = 0.05
+    """Costs this close to the least are equal: rates are measured, and their noise must not send every new prompt to the
+    replica that happened to measure best."""
+    optimistic_ttl_s: float = 3.0
+    """How long a block that was sent to a replica with events counts without its event, once the prompt was answered."""
+    learned_ttl_s: float = 600.0
+    """How long a block that was sent to a replica without events counts."""
+    learned_tokens: int = 1 << 20
+    """KV tokens that a replica which does not tell is taken to hold; 0 learns nothing and routes by load."""
+    max_blocks: int = 1 << 20
+    """Blocks of one replica that the index accepts: 16 M tokens, about 130 MB."""
+    load_fresh_s: float = 3.0
+    """A load frame older than this is no truth any more; at least one comes every second."""
+    stale_after_s: float = 60.0
+    """How long the picture of a replica is kept after its events stopped."""
+    eject_after: int = 5
+    eject_s: float = 30.0
+    max_eject_s: float = 300.0
+    busy_s: float = 1.0
+    """How long a replica that said busy without naming a time is left alone."""
+    retry_after_s: float = 1.0
+    """What a client is told to wait when nobody can say how long."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError with every fault."""
+        faults = []
+        if self.policy not in get_args(PolicyName):
+            faults.append(f"policy is {self.policy!r}, not one of {', '.join(get_args(PolicyName))}")
+        for name in (field.name for field in fields(self) if field.name != "policy"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf") or (value == 0 and name not in _MAY_BE_ZERO):
+                faults.append(f"{name} is {value}, out of range")
+        if self.max_w < 1:
+            faults.append(f"max_w is {self.max_w}, below 1")
+        if faults:
+            raise ValueError("; ".join(faults))

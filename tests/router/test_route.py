@@ -1,0 +1,588 @@
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from router import (
+    BlockName,
+    BreakerState,
+    Outcome,
+    PoolMismatch,
+    Query,
+    Reservation,
+    ReservationError,
+    Router,
+    RoutingSettings,
+    Trust,
+    UnknownReplica,
+    Unroutable,
+)
+from tests.router.fleets import (
+    MODEL,
+    RATE,
+    batch,
+    decide,
+    draws,
+    foreign_fleet,
+    hello,
+    load,
+    own_fleet,
+    query,
+    send,
+    serve,
+    spec,
+    tokens,
+    view,
+    why_not,
+)
+
+# -- the decision
+
+
+def test_second_turn_goes_back_to_the_replica_of_the_first() -> None:
+    router = own_fleet(4)
+    talks = [serve(router, query(tokens(talk, 400)), draw=draw) for talk, draw in enumerate(draws(40))]
+
+    for (talk, first), draw in zip(enumerate(talks), draws(40), strict=True):
+        decision = decide(router, query(tokens(talk, 400) + tokens(99, 50)), draw=draw)
+        assert decision.replica_id == first
+        assert decision.matched_tokens == 400
+        assert decision.reason == "longest_prefix"
+    assert len(set(talks)) == 4
+
+
+def test_the_last_prompt_token_is_never_counted_as_matched() -> None:
+    router = own_fleet(1)
+    asked = query(tokens(1, 64))
+    serve(router, asked)
+
+    assert decide(router, asked).matched_tokens == 48
+    assert decide(router, query(tokens(1, 65))).matched_tokens == 64
+
+
+def test_ties_are_broken_by_the_draw() -> None:
+    router = own_fleet(4)
+    asked = query(tokens(1, 100))
+
+    chosen = [decide(router, asked, draw=draw / 8).replica_id for draw in range(8)]
+
+    assert Counter(chosen) == {"r0": 2, "r1": 2, "r2": 2, "r3": 2}
+
+
+def test_cost_is_wait_plus_w_times_own_work() -> None:
+    router = own_fleet(2)
+    for number, waiting in enumerate((8000, 16000)):
+        router.apply(f"r{number}", load(tokens=waiting), 0.0)
+
+    decision = decide(router, query(tokens(1, 800)))
+
+    near, far = decision.candidates
+    assert (near.wait_s, far.wait_s) == (1.0, 2.0)
+    assert near.own_s == pytest.approx(800 / RATE + 0.02)
+    assert decision.w == 3.0
+    assert near.cost_s == pytest.approx(1.0 + 3.0 * near.own_s)
+    assert decision.replica_id == "r0"
+
+
+def test_w_looks_only_at_replicas_that_may_be_used() -> None:
+    router = own_fleet(2)
+    router.apply("r0", load(tokens=8000), 0.0)
+    router.patch("r1", cordoned=True)
+
+    assert decide(router, query(tokens(1, 100))).w == 3.0
+
+
+def test_w_is_bounded() -> None:
+    router = own_fleet(1)
+    router.apply("r0", load(tokens=10**9), 0.0)
+
+    assert decide(router, query(tokens(1, 100))).w == 11.0
+
+
+def test_a_replica_of_twice_the_weight_is_taken_until_it_costs_twice_as_much() -> None:
+    router = own_fleet(2)
+    router.patch("r1", weight=2.0)
+    asked = query(tokens(1, 8000))
+    assert decide(router, asked).replica_id == "r1"
+
+    router.apply("r1", load(tokens=12000), 0.0)
+
+    assert decide(router, asked).replica_id == "r0"
+
+
+def test_route_changes_nothing() -> None:
+    router = own_fleet(3)
+    asked = query(tokens(1, 500))
+    before = router.replicas()
+
+    decisions = [decide(router, asked, now=now, draw=0.3) for now in (0.0, 0.0, 0.0)]
+
+    assert decisions[0] == decisions[1] == decisions[2]
+    assert router.replicas() == before
+
+
+def test_a_rate_that_is_not_known_yet_is_taken_from_the_peers() -> None:
+    router = own_fleet(2)
+    asked = query(tokens(1, 600))
+    router.begin(decide(router, asked, draw=0.0), asked, "x", 0.0)
+    router.apply("r0", load(rate=100.0, admitted=["x"]), 0.0)
+
+    turn = decide(router, query(tokens(1, 600) + tokens(2, 100)))
+
+    assert turn.replica_id == "r0"
+    assert turn.candidates[1].own_s == pytest.approx(700 / 100 + 0.02)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "random"])
+def test_the_baselines_can_be_chosen(policy: str) -> None:
+    router = own_fleet(2, RoutingSettings(policy=policy))  # type: ignore[arg-type]
+    asked = query(tokens(1, 400))
+
+    chosen = Counter(serve(router, asked, draw=draw) for draw in draws(40))
+
+    assert decide(router, asked).policy == policy
+    assert min(chosen.values()) >= 12
+
+
+# -- bursts and hot prefixes
+
+
+def test_a_burst_of_one_new_prompt_goes_to_one_replica_until_waiting_costs_more_than_prefilling_again() -> None:
+    router = own_fleet(4)
+    asked = query(tokens(1, 4000) + [7] * 10)
+    for number in range(4):
+        router.apply(f"r{number}", load(), 0.0)
+
+    chosen = [send(router, asked, draw=draw).replica_id for draw in draws(60)]
+
+    assert len(set(chosen[:8])) == 1
+    assert len(set(chosen)) > 1
+
+
+def test_a_shared_system_prompt_spreads_over_the_fleet() -> None:
+    router = own_fleet(4)
+    names = [f"r{number}" for number in range(4)]
+    system = tokens(0, 300)
+    sent, seq = Counter[str](), Counter[str]()
+    free_at = dict.fromkeys(names, 0.0)
+    for number, draw in enumerate(draws(200)):
+        now = number * 0.015  # 400 new tokens in 15 ms are the work of 3.3 replicas
+        asked = query(system + tokens(1000 + number, 400))
+        reservation = send(router, asked, now, draw, request_id=str(number))
+        where = reservation.replica_id
+        sent[where] += 1
+        seq[where] += 1
+        free_at[where] = max(free_at[where], now) + reservation.uncached_tokens / RATE
+        router.apply(where, batch(seq[where], asked.names), now)
+        backlog = round((free_at[where] - now) * RATE)
+        router.apply(where, load(seq[where], tokens=backlog, admitted=[str(number)]), now)
+        router.finish(reservation, now, Outcome.OK, None)
+
+    assert min(sent[name] for name in names) >= 30
+    warm = {each.replica: each.matched_tokens for each in decide(router, query([*system, 1]), 9.0).candidates}
+    assert warm == dict.fromkeys(names, 288)
+
+
+def test_blocks_just_sent_count_until_their_expiry_and_longer_while_the_prompt_waits() -> None:
+    router = own_fleet(1)
+    asked, longer = query(tokens(1, 160)), query([*tokens(1, 160), 1])
+    reservation = send(router, asked, 0.0)
+    assert decide(router, longer, 0.0).matched_tokens == 160
+
+    router.apply("r0", load(), 60.0)
+    assert decide(router, longer, 60.0).matched_tokens == 160
+
+    router.finish(reservation, 60.0, Outcome.OK, 0)
+    router.apply("r0", load(), 60.1)
+    assert decide(router, longer, 60.1).matched_tokens == 0
+
+
+def test_an_event_confirms_blocks_just_sent() -> None:
+    router = own_fleet(1)
+    asked = query(tokens(1, 160))
+    serve(router, asked, 0.0)
+    router.apply("r0", batch(1, asked.names), 0.1)
+
+    router.apply("r0", load(1), 100.0)
+
+    assert decide(router, query([*tokens(1, 160), 1]), 100.0).matched_tokens == 160
+    assert (view(router).confirmed_blocks, view(router).expected_blocks) == (10, 0)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.BUSY, Outcome.CLIENT_ERROR, Outcome.CANCELLED])
+def test_a_prompt_that_was_not_computed_leaves_no_blocks_behind(outcome: Outcome) -> None:
+    router = foreign_fleet(1)
+    lost = send(router, query(tokens(1, 640)), request_id="lost")
+    kept = query(tokens(1, 320) + tokens(2, 320))
+    send(router, kept, request_id="kept")
+
+    router.finish(lost, 0.0, outcome, None)
+
+    assert view(router).expected_blocks == len(kept.names)
+
+
+# -- replicas without events
+
+
+def test_a_foreign_replica_is_learned_from_what_was_sent_there() -> None:
+    router = foreign_fleet(3)
+    pool = router.pool(MODEL)
+    assert pool is not None
+    assert (pool.key_space, pool.block_size) == ("text", 64)
+    first = Query(MODEL, [BlockName(name) for name in range(10)], 650)
+
+    where = serve(router, first, draw=0.5)
+    decision = decide(router, Query(MODEL, [BlockName(name) for name in range(12)], 780), 500.0)
+
+    assert decision.replica_id == where
+    assert decision.matched_tokens == 640
+    assert view(router, where).trust is Trust.LEARNING
+
+    router.set_health(where, True, 600.1)
+    assert view(router, where).expected_blocks == 0
+
+
+def test_learned_blocks_are_capped_exactly_by_the_oldest_leaving() -> None:
+    router = foreign_fleet(1, RoutingSettings(learned_tokens=64 * 100))
+    for number in range(50):
+        serve(router, Query(MODEL, [BlockName(number * 10 + name) for name in range(10)], 650), float(number))
+
+    assert view(router).expected_blocks == 100
+    assert decide(router, Query(MODEL, [BlockName(490 + name) for name in range(10)], 650)).matched_tokens == 640
+    assert decide(router, Query(MODEL, [BlockName(390 + name) for name in range(10)], 650)).matched_tokens == 0
+
+
+def test_nothing_is_learned_of_a_blind_replica() -> None:
+    router = foreign_fleet(1, RoutingSettings(learned_tokens=0))
+    serve(router, query(tokens(1, 640)))
+
+    assert view(router).trust is Trust.BLIND
+    assert view(router).expected_blocks == 0
+
+
+# -- who may be chosen
+
+
+def test_an_unknown_model_is_told_apart_from_a_pool_without_replicas() -> None:
+    router = own_fleet(1)
+    assert router.route(query(tokens(1, 64), model="other"), 0.0, 0.0) == Unroutable("model_not_found")
+
+    router.set_health("r0", False, 0.0)
+
+    assert router.route(query(tokens(1, 64)), 0.0, 0.0) == Unroutable("no_replica", 1.0)
+
+
+def test_a_replica_takes_nothing_before_it_was_seen_to_be_well() -> None:
+    router = Router()
+    router.add("r0", spec("openai"), 0.0)
+
+    assert router.models() == [MODEL]
+    assert router.route(query(tokens(1, 64)), 0.0, 0.0) == Unroutable("no_replica", 1.0)
+
+
+def test_cordoned_draining_unhealthy_and_excluded_replicas_are_left_out() -> None:
+    router = own_fleet(5)
+    router.patch("r0", cordoned=True)
+    router.patch("r1", draining=True)
+    router.set_health("r2", False, 0.0)
+
+    decision = decide(router, query(tokens(1, 64), exclude=["r3"]))
+
+    reasons = {candidate.replica: candidate.why_not for candidate in decision.candidates}
+    assert reasons == {"r0": "cordoned", "r1": "draining", "r2": "unhealthy", "r3": "excluded", "r4": ""}
+    assert decision.replica_id == "r4"
+    assert decision.reason == "only_replica"
+
+    router.patch("r0", cordoned=False)
+    assert why_not(router)["r0"] == ""
+
+
+def test_a_busy_replica_is_left_alone_until_its_time() -> None:
+    router = own_fleet(2)
+    router.busy("r0", 5.0)
+    assert why_not(router, 4.9) == {"r0": "busy", "r1": ""}
+
+    router.busy("r1", 3.0)
+    assert router.route(query(tokens(1, 64)), 2.0, 0.0) == Unroutable("capacity", 1.0)
+
+    assert why_not(router, 5.0) == {"r0": "", "r1": ""}
+
+
+def test_busy_answers_never_eject() -> None:
+    router = own_fleet(1)
+    for number in range(50):
+        now = number * 10.0
+        router.finish(send(router, query(tokens(1, 64)), now), now, Outcome.BUSY, None)
+
+    assert view(router).breaker is BreakerState.CLOSED
+
+
+def test_a_thousand_mistakes_of_clients_move_no_breaker() -> None:
+    router = own_fleet(1)
+    for _ in range(1000):
+        router.finish(send(router, query(tokens(1, 64))), 0.0, Outcome.CLIENT_ERROR, None)
+
+    assert view(router).breaker is BreakerState.CLOSED
+
+
+def fail(router: Router, replica_id: str, times: int, now: float) -> None:
+    others = [each.id for each in router.replicas() if each.id != replica_id]
+    for _ in range(times):
+        router.finish(send(router, query(tokens(1, 64), exclude=others), now), now, Outcome.FAILED, None)
+
+
+def test_a_failing_replica_is_ejected_and_comes_back_by_one_request() -> None:
+    router = own_fleet(2)
+    fail(router, "r0", 5, 0.0)
+    assert why_not(router, 29.0) == {"r0": "ejected", "r1": ""}
+
+    trial = send(router, query(tokens(1, 64), exclude=["r1"]), 30.0)
+    assert why_not(router, 30.0) == {"r0": "ejected", "r1": ""}
+
+    router.answered(trial, 30.5)
+    assert why_not(router, 30.5) == {"r0": "", "r1": ""}
+
+
+def test_ejection_never_takes_down_a_pool() -> None:
+    router = own_fleet(2)
+    for name in ("r0", "r1"):
+        fail(router, name, 5, 0.0)
+
+    decision = decide(router, query(tokens(1, 64)), 1.0)
+    assert decision.reason == "all_ejected"
+
+    router.set_health("r0", False, 1.0)
+    assert decide(router, query(tokens(1, 64)), 1.0).replica_id == "r1"
+    assert router.route(query(tokens(1, 64), exclude=["r1"]), 1.0, 0.0) == Unroutable("no_replica", 1.0)
+
+
+def test_an_operator_is_told_of_an_unknown_replica_and_of_a_senseless_weight() -> None:
+    router = own_fleet(1)
+    with pytest.raises(UnknownReplica):
+        router.patch("nobody", cordoned=True)
+    with pytest.raises(UnknownReplica):
+        router.spec("nobody")
+    for weight in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="weight"):
+            router.patch("r0", weight=weight)
+
+    assert view(router).weight == 1.0
+
+
+# -- membership
+
+
+def test_registering_again_changes_nothing_but_the_spec() -> None:
+    router = own_fleet(1)
+    router.apply("r0", batch(1, [1, 2]), 0.0)
+    router.patch("r0", draining=True)
+
+    router.add("r0", spec(), 9.0)
+
+    assert view(router).confirmed_blocks == 2
+    assert view(router).healthy
+    assert view(router).draining
+    assert router.spec("r0").credential == "secret"
+
+
+def test_a_new_epoch_forgets_what_the_replica_held_but_not_what_operators_set() -> None:
+    router = own_fleet(1)
+    router.apply("r0", batch(1, [1, 2]), 0.0)
+    router.patch("r0", weight=2.0, cordoned=True, draining=True)
+
+    router.add("r0", spec(epoch="e2"), 1.0)
+
+    again = view(router)
+    assert (again.confirmed_blocks, again.healthy, again.draining) == (0, False, False)
+    assert (again.weight, again.cordoned) == (2.0, True)
+    assert router.resume_point("r0") is None
+
+
+def test_a_restart_that_the_event_stream_told_first_is_not_forgotten_again() -> None:
+    router = own_fleet(1)
+    router.apply("r0", hello("e2"), 1.0)
+    router.apply("r0", batch(1, [1, 2]), 1.0)
+
+    router.add("r0", spec(epoch="e2"), 2.0)
+
+    assert view(router).confirmed_blocks == 2
+    assert view(router).trust is Trust.EXACT
+
+
+def test_a_replica_that_leaves_takes_its_blocks_and_the_last_one_its_model() -> None:
+    router = own_fleet(2)
+    asked = query(tokens(1, 160))
+    router.apply("r0", batch(1, asked.names), 0.0)
+
+    router.remove("r0")
+    router.remove("r0")
+
+    assert [candidate.matched_tokens for candidate in decide(router, asked).candidates] == [0]
+    router.remove("r1")
+    assert router.models() == []
+    assert router.pool(MODEL) is None
+
+
+def test_a_replica_of_another_kind_or_revision_cannot_join_a_pool() -> None:
+    router = own_fleet(1)
+    for other in (spec("openai"), spec(revision="v2")):
+        with pytest.raises(PoolMismatch):
+            router.add("r1", other, 0.0)
+    assert [each.id for each in router.replicas()] == ["r0"]
+
+    router.add("r0", spec(revision="v2"), 1.0)
+
+    pool = router.pool(MODEL)
+    assert pool is not None
+    assert (pool.revision, pool.created) == ("v2", 1.0)
+
+
+def test_a_replica_whose_model_is_not_known_yet_serves_nothing() -> None:
+    router = Router()
+    router.add("r0", spec("openai", model=""), 0.0)
+    router.add("r1", spec("warmpath", model=""), 0.0)
+    router.set_health("r0", True, 0.0)
+    assert router.models() == []
+    assert router.pool("") is None
+    assert router.route(query(tokens(1, 64), model=""), 0.0, 0.0) == Unroutable("model_not_found")
+
+    router.add("r0", spec("openai"), 1.0)
+    router.set_health("r0", True, 1.0)
+
+    assert router.models() == [MODEL]
+    assert decide(router, query(tokens(1, 64))).replica_id == "r0"
+
+
+def test_what_comes_late_for_a_replica_that_left_is_ignored() -> None:
+    router = own_fleet(1)
+    asked = query(tokens(1, 64))
+    decision = decide(router, asked)
+    reservation = send(router, asked)
+    router.remove("r0")
+
+    router.set_health("r0", True, 0.0)
+    router.busy("r0", 9.0)
+    router.events_lost("r0", 0.0)
+    router.apply("r0", load(), 0.0)
+    router.apply_snapshot("r0", [hello()], 0.0)
+    router.answered(reservation, 0.0)
+    router.finish(reservation, 0.0, Outcome.OK, 0)
+
+    assert router.replicas() == []
+    with pytest.raises(UnknownReplica):
+        router.begin(decision, asked, "x", 0.0)
+
+
+# -- promises
+
+
+def test_predicted_and_reported_cached_tokens_are_compared() -> None:
+    router = own_fleet(1)
+    asked = query(tokens(1, 321))
+    router.finish(send(router, asked), 0.0, Outcome.OK, 0)
+    router.finish(send(router, asked), 0.0, Outcome.OK, 160)
+    router.finish(send(router, asked), 0.0, Outcome.OK, None)
+
+    accuracy = view(router).accuracy
+    assert (accuracy.predicted, accuracy.reported, accuracy.precision, accuracy.recall) == (320, 160, 0.5, 1.0)
+
+
+class Promises(RuleBasedStateMachine):
+    """Whatever becomes of replicas and requests: when all requests have ended, nothing is promised."""
+
+    requests = Bundle("requests")
+    ids = st.sampled_from(["r0", "r1", "r2"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+        self.now = 0.0
+        self.held: list[Reservation] = []
+        self.begun = 0
+
+    @initialize()
+    def start(self) -> None:
+        self.join("r0", "warmpath")
+
+    @rule(replica_id=ids, kind=st.sampled_from(["warmpath", "openai"]))
+    def join(self, replica_id: str, kind: str) -> None:
+        # A model of each kind, so that both are there at once.
+        self.router.add(replica_id, spec(kind, model=kind), self.now)
+        self.router.set_health(replica_id, True, self.now)
+
+    @rule(replica_id=ids)
+    def leave(self, replica_id: str) -> None:
+        self.router.remove(replica_id)
+
+    @rule(replica_id=ids, epoch=st.sampled_from(["e1", "e2"]), through_stream=st.booleans())
+    def restart(self, replica_id: str, epoch: str, through_stream: bool) -> None:
+        known = {each.id: each.spec for each in self.router.replicas()}
+        if through_stream:
+            self.router.apply(replica_id, hello(epoch, model="warmpath"), self.now)
+        elif replica_id in known:
+            self.router.add(
+                replica_id, spec(known[replica_id].kind, model=known[replica_id].model, epoch=epoch), self.now
+            )
+            self.router.set_health(replica_id, True, self.now)
+
+    @rule(replica_id=ids, admitted=st.lists(st.integers(0, 20), max_size=4))
+    def report(self, replica_id: str, admitted: list[int]) -> None:
+        self.router.apply(replica_id, load(admitted=[str(number) for number in admitted]), self.now)
+
+    @rule(
+        target=requests,
+        model=st.sampled_from(["warmpath", "openai"]),
+        prompt=st.integers(0, 4),
+        length=st.integers(1, 200),
+    )
+    def begin(self, model: str, prompt: int, length: int) -> Reservation | None:
+        asked = query(tokens(prompt, length), model=model)
+        decision = self.router.route(asked, self.now, 0.5)
+        if isinstance(decision, Unroutable):
+            return None
+        # Some ids are used twice, as clients do.
+        reservation = self.router.begin(decision, asked, str(self.begun % 20), self.now)
+        self.begun += 1
+        self.held.append(reservation)
+        return reservation
+
+    @rule(reservation=requests)
+    def answered(self, reservation: Reservation | None) -> None:
+        if reservation in self.held:
+            self.router.answered(reservation, self.now)
+
+    @rule(reservation=consumes(requests), outcome=st.sampled_from(Outcome), cached=st.none() | st.integers(0, 300))
+    def finish(self, reservation: Reservation | None, outcome: Outcome, cached: int | None) -> None:
+        if reservation is None:
+            return
+        self.held.remove(reservation)
+        self.router.finish(reservation, self.now, outcome, cached)
+        with pytest.raises(ReservationError):
+            self.router.finish(reservation, self.now, outcome, cached)
+
+    @rule(passed_s=st.floats(0, 100))
+    def wait(self, passed_s: float) -> None:
+        self.now += passed_s
+
+    @invariant()
+    def sums_are_those_of_the_open_requests(self) -> None:
+        for replica in {reservation.replica for reservation in self.held}:
+            mine = [reservation for reservation in self.held if reservation.replica is replica]
+            assert replica.inflight == len(mine)
+            assert 0 <= replica.unadmitted_tokens <= replica.unanswered_tokens
+            assert replica.unanswered_tokens <= sum(reservation.uncached_tokens for reservation in mine)
+
+    def teardown(self) -> None:
+        replicas = {reservation.replica for reservation in self.held} | set(self.router._replicas.values())
+        random.Random(self.begun).shuffle(self.held)
+        for reservation in self.held:
+            self.router.finish(reservation, self.now, Outcome.OK, 0)
+        for replica in replicas:
+            assert (replica.inflight, replica.unanswered_tokens, replica.unadmitted_tokens) == (0, 0, 0)
+
+
+TestPromises = Promises.TestCase
+TestPromises.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
