@@ -1,0 +1,303 @@
+"""What the admin API takes and gives, as types: JSON on the wire, schemas in its OpenAPI document.
+
+Made from the router's, the registry's and the key store's own values, so that those can change without changing the API.
+Times are Unix seconds here and monotonic seconds there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from gateway.dispatch import Record
+from gateway.keys import KeyKind, KeyRecord, Label
+from gateway.registry import Drain, Lease
+from router import Candidate, Decision, ReplicaView
+
+__all__ = [
+    "CandidateBody",
+    "DecisionBody",
+    "DecisionList",
+    "DrainBody",
+    "DrainRequest",
+    "ExplanationBody",
+    "HeartbeatRequest",
+    "KeyBody",
+    "KeyList",
+    "KeyRequest",
+    "LeaseBody",
+    "LoadBody",
+    "NewKeyBody",
+    "ReplicaBody",
+    "ReplicaList",
+    "ReplicaPatch",
+    "State",
+    "decision_body",
+    "drain_body",
+    "explanation_body",
+    "key_body",
+    "lease_body",
+    "new_key_body",
+    "replica_body",
+]
+
+Trusted = Literal["exact", "learning", "blind"]
+
+
+class State(msgspec.Struct, frozen=True):
+    status: str
+
+
+# --- replicas
+
+
+class LeaseBody(msgspec.Struct, frozen=True):
+    lease_s: float
+    lease_expires: float
+
+
+class HeartbeatRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    epoch: str
+
+
+class ReplicaPatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is left out stays as it is."""
+
+    weight: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    """Its share of the work against others of 1."""
+    cordoned: bool | None = None
+    """Nothing new is sent there, until this is false again."""
+
+
+class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 300.0
+    """By when it shall be empty. Nothing is cut off then; it shows as overdue."""
+
+
+class DrainBody(msgspec.Struct, frozen=True):
+    inflight: int
+    """Requests of this gateway that still run there."""
+    done: bool
+    overdue: bool
+    deadline: float
+
+
+class LoadBody(msgspec.Struct, frozen=True, kw_only=True):
+    """As the replica says itself, at most a second ago while its event stream is open."""
+
+    waiting: int
+    waiting_uncached_tokens: int
+    running: int
+    kv_used_blocks: int
+    prefill_tok_s: float
+    step_ms: float
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    generated_tokens_total: int
+
+
+class ReplicaBody(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    url: str
+    model: str
+    revision: str
+    kind: str
+    epoch: str
+    lease_expires: float | None
+    """None for a replica from the settings. In the past: not routed to, what it holds is remembered for a while."""
+    healthy: bool
+    cordoned: bool
+    draining: bool
+    drain: DrainBody | None
+    weight: float
+    breaker: str
+    mismatch: str
+    """Why it does not fit its pool; '' when it does."""
+    trust: Trusted
+    """How far the router's picture of its cache can be believed."""
+    inflight: int
+    """Requests of this gateway there."""
+    promised_tokens: int
+    """Prompt tokens sent there that gave no first byte yet."""
+    prefill_tok_s: float | None
+    capacity_blocks: int | None
+    indexed_blocks: int
+    cached_tokens_precision: float | None
+    """Share of the predicted cached tokens that it reported, and of the reported ones that were predicted."""
+    cached_tokens_recall: float | None
+    load: LoadBody | None
+
+
+class ReplicaList(msgspec.Struct, frozen=True):
+    replicas: list[ReplicaBody]
+
+
+def lease_body(lease: Lease, unix_offset: float) -> LeaseBody:
+    return LeaseBody(lease.lease_s, lease.expires + unix_offset)
+
+
+def drain_body(drain: Drain, replica: ReplicaView, now: float, unix_offset: float) -> DrainBody:
+    done = replica.inflight == 0
+    return DrainBody(replica.inflight, done, not done and drain.deadline <= now, drain.deadline + unix_offset)
+
+
+def replica_body(
+    view: ReplicaView, lease: Lease | None, drain: Drain | None, now: float, unix_offset: float
+) -> ReplicaBody:
+    return ReplicaBody(
+        id=view.id,
+        url=view.spec.url,
+        model=view.spec.model,
+        revision=view.spec.revision,
+        kind=view.spec.kind,
+        epoch=view.spec.epoch,
+        lease_expires=lease.expires + unix_offset if lease is not None else None,
+        healthy=view.healthy,
+        cordoned=view.cordoned,
+        draining=view.draining,
+        drain=drain_body(drain, view, now, unix_offset) if drain is not None else None,
+        weight=view.weight,
+        breaker=view.breaker.value,
+        mismatch=view.mismatch,
+        trust=view.trust.value,
+        inflight=view.inflight,
+        promised_tokens=view.promised_tokens,
+        prefill_tok_s=view.prefill_tok_s,
+        capacity_blocks=view.hello.capacity_blocks if view.hello is not None else None,
+        indexed_blocks=view.confirmed_blocks,
+        cached_tokens_precision=view.accuracy.precision,
+        cached_tokens_recall=view.accuracy.recall,
+        load=msgspec.convert(view.load, LoadBody, from_attributes=True) if view.load is not None else None,
+    )
+
+
+# --- keys
+
+
+class KeyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: Label
+    kind: KeyKind = "client"
+    tenant: Label = "default"
+    group: Label | None = None
+    """Keys of one group may hit each other's cached prefixes; by default a tenant is a group."""
+    debug: bool = False
+    expires_in_s: Annotated[float, msgspec.Meta(gt=0, le=10 * 366 * 86400)] | None = None
+    requests_per_minute: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
+
+
+class KeyBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A key without what could open anything."""
+
+    id: str
+    kind: KeyKind
+    name: str
+    tenant: str
+    group: str
+    created: float
+    expires: float | None
+    debug: bool
+    requests_per_minute: int | None
+    revoked: bool
+
+
+class NewKeyBody(KeyBody, frozen=True, kw_only=True):
+    key: str
+    """The key itself. It is not stored and cannot be asked for again."""
+
+
+class KeyList(msgspec.Struct, frozen=True):
+    keys: list[KeyBody]
+
+
+def key_body(record: KeyRecord) -> KeyBody:
+    return msgspec.convert(record, KeyBody, from_attributes=True)
+
+
+def new_key_body(record: KeyRecord, text: str) -> NewKeyBody:
+    return NewKeyBody(key=text, **msgspec.structs.asdict(key_body(record)))
+
+
+# --- decisions
+
+
+class CandidateBody(msgspec.Struct, frozen=True, kw_only=True):
+    replica: str
+    eligible: bool
+    why_not: str
+    matched_tokens: int
+    uncached_tokens: int
+    wait_s: float
+    own_s: float
+    cost_s: float
+    trust: Trusted
+
+
+class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
+    chosen: str
+    policy: str
+    w: float
+    reason: str
+    candidates: list[CandidateBody]
+
+
+class DecisionBody(ExplanationBody, frozen=True, kw_only=True):
+    """How a request was routed, the last time it was tried, and what became of it."""
+
+    request_id: str
+    time: float
+    key_id: str
+    model: str
+    tries: int
+    status: int
+    prompt_tokens: int
+    matched_tokens: int
+    cached_tokens: int | None
+    """What the replica reported afterwards."""
+    first_byte_s: float | None
+    duration_s: float
+
+
+class DecisionList(msgspec.Struct, frozen=True):
+    decisions: list[DecisionBody]
+
+
+def explanation_body(decision: Decision) -> ExplanationBody:
+    return ExplanationBody(
+        chosen=decision.replica_id,
+        policy=decision.policy,
+        w=decision.w,
+        reason=decision.reason,
+        candidates=[_candidate_body(candidate) for candidate in decision.candidates],
+    )
+
+
+def decision_body(record: Record, decision: Decision, unix_offset: float) -> DecisionBody:
+    return DecisionBody(
+        **msgspec.structs.asdict(explanation_body(decision)),
+        request_id=record.request_id,
+        time=record.started_at + unix_offset,
+        key_id=record.key_id,
+        model=record.model,
+        tries=record.tries,
+        status=record.status,
+        prompt_tokens=decision.prompt_tokens,
+        matched_tokens=decision.matched_tokens,
+        cached_tokens=record.usage.cached_tokens if record.usage is not None else None,
+        first_byte_s=record.first_byte_s,
+        duration_s=record.duration_s,
+    )
+
+
+def _candidate_body(candidate: Candidate) -> CandidateBody:
+    return CandidateBody(
+        replica=candidate.replica,
+        eligible=candidate.eligible,
+        why_not=candidate.why_not,
+        matched_tokens=candidate.matched_tokens,
+        uncached_tokens=candidate.uncached_tokens,
+        wait_s=candidate.wait_s,
+        own_s=candidate.own_s,
+        cost_s=candidate.cost_s,
+        trust=candidate.trust.value,
+    )

@@ -1,0 +1,142 @@
+"""What the hot path needs of ASGI: a bounded body, one reply, and an end when the client leaves.
+
+The hot routes are raw ASGI (a Starlette response costs 25 us more, one BaseHTTPMiddleware 240 us); everything else is a
+Starlette app behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Final, cast
+
+from starlette.types import Receive, Scope, Send
+
+from gateway.openai import ApiError
+
+__all__ = ["ClientGone", "Reply", "header", "read_body", "request_id", "retry_headers", "while_connected"]
+
+Header = tuple[bytes, bytes]
+
+_SANE_ID: Final = re.compile(rb"[A-Za-z0-9_-]{1,128}")
+_JSON: Final = (b"content-type", b"application/json")
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody is left to answer."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The value of a header that may appear once; None when absent. A repeated one is refused as 400."""
+    values = [value for key, value in scope["headers"] if key == name]
+    if len(values) > 1:
+        raise ApiError(400, "duplicate_header", f"The header '{name.decode('latin-1')}' appears more than once.")
+    return values[0] if values else None
+
+
+def request_id(scope: Scope) -> str:
+    """The caller's x-request-id if it is sane, else a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _SANE_ID.fullmatch(value):
+            return cast(bytes, value).decode()
+    return f"req-{secrets.token_hex(12)}"
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body. Refuses (413) on the announced length, before reading, and on the real one while reading."""
+    _check_size(int(header(scope, b"content-length") or 0), limit)
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        data = message.get("body", b"")
+        _check_size(len(body) + len(data), limit)
+        if not message.get("more_body"):
+            return bytes(body) + data if body else bytes(data)
+        body += data
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise ApiError(413, "request_too_large", f"The request body is larger than {limit} bytes.")
+
+
+class while_connected:  # noqa: N801
+    """``async with while_connected(receive):`` runs its block as long as the client is there.
+
+    When the client leaves, the block is cancelled where it waits and `ClientGone` comes out: every `finally` inside runs,
+    so the upstream connection closes and the reservation is released. A cancellation from elsewhere passes through
+    unchanged (the same accounting as `asyncio.timeout`).
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._watch = asyncio.ensure_future(self._wait_for_disconnect())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.cancel()
+        if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise ClientGone from error
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._task.cancel()
+
+
+class Reply:
+    """The one answer to a request: start, chunks, end; or one error. Remembers how far it got."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status: int | None = None
+        """None until the status line went out: until then every ending is still possible."""
+
+    async def start(self, status: int, headers: Iterable[Header]) -> None:
+        self.status = status
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, (b"x-request-id", self.request_id.encode())],
+            }
+        )
+
+    async def chunk(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def json(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
+        await self.start(status, [_JSON, (b"content-length", str(len(body)).encode()), *headers])
+        await self.end(body)
+
+    async def error(self, error: ApiError, headers: Iterable[Header] = ()) -> None:
+        await self.json(error.status, error.body(), [*retry_headers(error), *headers])
+
+
+def retry_headers(error: ApiError) -> list[Header]:
+    """When to come back, in both forms that OpenAI's SDKs read; they ignore waits over 120 s."""
+    if error.retry_after_s is None:
+        return []
+    seconds = max(error.retry_after_s, 0.001)
+    return [
+        (b"retry-after", str(max(1, round(seconds))).encode()),
+        (b"retry-after-ms", str(max(1, round(seconds * 1000))).encode()),
+    ]

@@ -1,0 +1,241 @@
+"""`warmpath replicas` and `warmpath keys`: what people ask of a running gateway, over its admin API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import httpx
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+__all__ = ["keys", "replicas"]
+
+_TIMEOUT_S: Final = 5.0
+_CONNECTION: Final = Path(".warmpath/connection.json")
+
+Replica = Mapping[str, Any]
+
+
+class _Connection(msgspec.Struct):
+    admin_url: str
+    admin_key: str
+
+
+class AdminClient:
+    """The admin API of one gateway. Every failure is one line and exit code 1."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._http = httpx.Client(
+            base_url=f"{url.rstrip('/')}/admin/v1", headers={"authorization": f"Bearer {key}"}, timeout=_TIMEOUT_S
+        )
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        try:
+            answer = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise click.ClickException(f"no answer from {self._http.base_url}: {error}") from error
+        if not answer.is_success:
+            raise click.ClickException(f"{answer.status_code}: {_message(answer)}")
+        return answer.json() if answer.content else None
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.reason_phrase
+
+
+def _admin_client(url: str | None, key: str | None, connection: Path) -> AdminClient:
+    """From flags or environment, else from the file that `warmpath up` wrote here."""
+    if url is None or key is None:
+        try:
+            known = msgspec.json.decode(connection.read_bytes(), type=_Connection)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise click.UsageError("give --admin-url and --admin-key; no `warmpath up` runs in this folder") from error
+        url, key = url or known.admin_url, key or known.admin_key
+    return AdminClient(url, key)
+
+
+def _admin_options(command: Any) -> Any:
+    for option in (
+        click.option("--admin-url", envvar="WARMPATH_ADMIN_URL", help="Default: the system `warmpath up` runs here."),
+        click.option("--admin-key", envvar="WARMPATH_ADMIN_KEY", help="An admin key (wpa-…)."),
+        click.option(
+            "--connection",
+            type=click.Path(dir_okay=False, path_type=Path),
+            default=_CONNECTION,
+            show_default=True,
+            help="File that holds both.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+# --- replicas
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  warmpath replicas
+  warmpath replicas --watch
+  warmpath replicas --json | jq '.[].id'
+  warmpath replicas --admin-url http://10.0.0.5:8001 --admin-key wpa-…
+"""
+)
+@_admin_options
+@click.option("--watch", is_flag=True, help="Keep the table up to date until Ctrl-C.")
+@click.option(
+    "--interval", "interval_s", default=1.0, show_default=True, type=click.FloatRange(0.1, 60), help="Seconds."
+)
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+def replicas(
+    admin_url: str | None, admin_key: str | None, connection: Path, watch: bool, interval_s: float, as_json: bool
+) -> None:
+    """Show each replica: state, running requests, KV used, tokens a second, hit rate."""
+    admin = _admin_client(admin_url, admin_key, connection)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(_replicas(admin))))
+        return
+    table = ReplicaTable()
+    if not watch:
+        Console().print(table.render(_replicas(admin), time.monotonic()))
+        return
+    with Live(console=Console(), auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(table.render(_replicas(admin), time.monotonic()), refresh=True)
+                time.sleep(interval_s)
+        except KeyboardInterrupt:
+            return
+
+
+def _replicas(admin: AdminClient) -> list[Replica]:
+    found: list[Replica] = admin.call("GET", "/replicas")["replicas"]
+    return found
+
+
+class ReplicaTable:
+    """Rows from what the admin API says; rates from the difference to the time before."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[float, int]] = {}
+
+    def render(self, found: list[Replica], now: float) -> Table:
+        table = Table("replica", "model", "state", "trust", "running", "waiting", "KV used", "tokens/s", "hit rate")
+        for replica in found:
+            table.add_row(*self._row(replica, now))
+        return table
+
+    def _row(self, replica: Replica, now: float) -> Iterator[str]:
+        load = replica["load"] or {}
+        yield replica["id"]
+        yield replica["model"]
+        yield _state(replica)
+        yield str(replica["trust"]).lower()
+        yield str(load.get("running", replica["inflight"]))
+        yield str(load.get("waiting", "–"))
+        yield _kv(load, replica.get("capacity_blocks") or 0)
+        yield self._rate(replica["id"], load.get("generated_tokens_total"), now)
+        yield _share(load.get("cached_tokens_total", 0), load.get("prompt_tokens_total", 0))
+
+    def _rate(self, replica_id: str, total: int | None, now: float) -> str:
+        if total is None:
+            return "–"
+        before = self._before.get(replica_id)
+        self._before[replica_id] = (now, total)
+        if before is None or now <= before[0] or total < before[1]:
+            return "–"
+        return f"{(total - before[1]) / (now - before[0]):.1f}"
+
+
+def _state(replica: Replica) -> str:
+    if not replica["healthy"]:
+        return "[red]down[/]"
+    for mark in ("draining", "cordoned"):
+        if replica[mark]:
+            return f"[yellow]{mark}[/]"
+    return "[green]ready[/]"
+
+
+def _kv(load: Mapping[str, Any], capacity: int) -> str:
+    if not load or not capacity:
+        return "–"
+    return f"{load['kv_used_blocks']} of {capacity} blocks"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "–"
+
+
+# --- keys
+
+
+@click.group(
+    epilog="""\b
+Examples:
+  warmpath keys create --name ci --tenant search
+  warmpath keys create --name me --tenant search --debug --rpm 60
+  warmpath keys list
+  warmpath keys revoke a1b2c3d4
+"""
+)
+def keys() -> None:
+    """Make, list and revoke keys."""
+
+
+@keys.command("create")
+@_admin_options
+@click.option("--name", required=True, help="For people.")
+@click.option("--tenant", default="default", show_default=True, help="Keys of one tenant share cached prefixes.")
+@click.option("--debug", is_flag=True, help="Answers to this key say how they were routed.")
+@click.option("--rpm", type=click.IntRange(1), help="Requests a minute.")
+def create_key(
+    admin_url: str | None,
+    admin_key: str | None,
+    connection: Path,
+    name: str,
+    tenant: str,
+    debug: bool,
+    rpm: int | None,
+) -> None:
+    """Make a client key and show it, once."""
+    admin = _admin_client(admin_url, admin_key, connection)
+    body = {"name": name, "tenant": tenant, "debug": debug}
+    made = admin.call("POST", "/keys", body if rpm is None else {**body, "requests_per_minute": rpm})
+    click.echo(made["key"])
+
+
+@keys.command("list")
+@_admin_options
+def list_keys(admin_url: str | None, admin_key: str | None, connection: Path) -> None:
+    """Show every key but not its secret."""
+    table = Table("id", "kind", "name", "tenant", "requests/min", "debug", "state")
+    for key in _admin_client(admin_url, admin_key, connection).call("GET", "/keys")["keys"]:
+        table.add_row(
+            key["id"],
+            key["kind"],
+            key["name"],
+            key["tenant"],
+            str(key["requests_per_minute"] or "–"),
+            "yes" if key["debug"] else "",
+            "[red]revoked[/]" if key["revoked"] else "valid",
+        )
+    Console().print(table)
+
+
+@keys.command("revoke")
+@_admin_options
+@click.argument("key_id")
+def revoke_key(admin_url: str | None, admin_key: str | None, connection: Path, key_id: str) -> None:
+    """Let nobody in with this key any more."""
+    _admin_client(admin_url, admin_key, connection).call("DELETE", f"/keys/{key_id}")
+    click.echo(f"{key_id} revoked")

@@ -1,0 +1,364 @@
+"""One admitted request's life: decide, try, relay, settle.
+
+The commit point is the first body byte: the status line is held until then, so a replica that refuses, hangs or dies early
+costs the client nothing but time: the request goes to another replica, once. After it, a failure is one error event without
+``[DONE]``. Every reservation is released exactly once, whatever happens (`_Held`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+
+from gateway.asgi import Header, Reply
+from gateway.openai import ApiError, GenerationRequest, Usage, parse_usage
+from gateway.prepare import PreparedPrompt
+from gateway.sse import MAX_EVENT_BYTES, SseRelay, error_event
+from gateway.upstream import (
+    ConnectFailed,
+    Origin,
+    Timeouts,
+    Upstream,
+    UpstreamError,
+    UpstreamRequest,
+    UpstreamResponse,
+    UpstreamTimeout,
+)
+from router import Decision, Outcome, Reservation, Router, Unroutable
+from router.wire import PromptField
+
+__all__ = ["Dispatcher", "Job", "Record", "unroutable"]
+
+_MAX_TRIES: Final = 2
+_MAX_ANSWER_BYTES: Final = 64 << 20
+_MAX_ERROR_BYTES: Final = 64 << 10
+_MAX_BUSY_S: Final = 60.0
+_END_S: Final = 0.5
+_MAX_END_BYTES: Final = 4 << 10
+
+_STREAM_HEADERS: Final[tuple[Header, ...]] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that may run: authenticated, within its limits, with its prompt known."""
+
+    request: GenerationRequest
+    prompt: PreparedPrompt
+    salt: str
+    seed: int
+    """The client's, or one drawn here, so that a second try gives the same text."""
+    request_id: str
+    debug: bool
+    """Whether the client may see how it was routed."""
+    passed_on: Sequence[Header] = ()
+    """Client headers that replicas understand, such as traceparent."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What happened to a request: filled in as it happens, read once at its end by log, metrics and the decision ring."""
+
+    request_id: str
+    endpoint: str
+    started_at: float
+    """Monotonic, seconds, as all times here."""
+    model: str = ""
+    key_id: str = ""
+    decision: Decision | None = None
+    tries: int = 0
+    status: int = 0
+    error_code: str = ""
+    first_byte_s: float | None = None
+    duration_s: float = 0.0
+    usage: Usage | None = None
+
+
+class _TryElsewhere(Exception):
+    """This replica did not answer; `error` is what the client gets if no other one does."""
+
+    def __init__(self, error: ApiError) -> None:
+        self.error = error
+
+
+class _Held:
+    """A reservation for as long as a try runs. Leaving without an outcome means that the client left."""
+
+    def __init__(self, router: Router, reservation: Reservation, clock: Callable[[], float]) -> None:
+        self._router = router
+        self._reservation = reservation
+        self._clock = clock
+        self.outcome = Outcome.CANCELLED
+        self.cached_tokens: int | None = None
+
+    def answered(self) -> None:
+        self._router.answered(self._reservation, self._clock())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._router.finish(self._reservation, self._clock(), self.outcome, self.cached_tokens)
+
+
+class Dispatcher:
+    """Sends jobs to replicas. Holds no state of its own: the router knows what is promised, the upstream what is open."""
+
+    def __init__(
+        self,
+        router: Router,
+        upstream: Upstream,
+        *,
+        timeouts: Timeouts,
+        clock: Callable[[], float],
+        draw: Callable[[], float],
+        on_gap: Callable[[str, float], None],
+        on_failed_try: Callable[[str, str], None],
+    ) -> None:
+        """`draw`: [0, 1), breaks ties. `on_gap`: called with (model, seconds) between two chunks of a stream, and
+        `on_failed_try` with (model, error code) for each try that came to nothing.
+        """
+        self._router = router
+        self._upstream = upstream
+        self._timeouts = timeouts
+        self._clock = clock
+        self._draw = draw
+        self._on_gap = on_gap
+        self._on_failed_try = on_failed_try
+
+    async def answer(self, job: Job, reply: Reply, record: Record) -> None:
+        """Answer through `reply`. Raises `ApiError` as long as nothing was sent."""
+        failed: frozenset[str] = frozenset()
+        error: ApiError | None = None
+        while len(failed) < _MAX_TRIES:
+            decision = self._router.route(job.prompt.query(job.request, failed), self._clock(), self._draw())
+            if isinstance(decision, Unroutable):
+                raise error or unroutable(decision, job.request.model)
+            record.decision = decision
+            record.tries += 1
+            try:
+                await self._try(job, decision, reply, record)
+            except _TryElsewhere as failure:
+                error = failure.error
+                self._on_failed_try(job.request.model, error.code)
+                failed |= {decision.replica_id}
+            else:
+                return
+        assert error is not None
+        raise error
+
+    async def _try(self, job: Job, decision: Decision, reply: Reply, record: Record) -> None:
+        query = job.prompt.query(job.request)
+        reservation = self._router.begin(decision, query, job.request_id, self._clock())
+        with _Held(self._router, reservation, self._clock) as held:
+            try:
+                response = await self._upstream.send(self._upstream_request(job, decision.replica_id))
+            except UpstreamError as error:
+                held.outcome = Outcome.FAILED
+                raise _TryElsewhere(_upstream_error(error)) from error
+            try:
+                if response.status != 200:
+                    await self._pass_refusal(response, decision.replica_id, held, reply)
+                elif job.request.stream:
+                    await self._relay_stream(response, job, held, reply, record)
+                else:
+                    await self._relay_whole(response, job, held, reply, record)
+            finally:
+                await response.aclose()
+
+    def _upstream_request(self, job: Job, replica_id: str) -> UpstreamRequest:
+        spec = self._router.spec(replica_id)
+        origin, prefix = Origin.parse(spec.url)
+        headers: list[Header] = [
+            (b"content-type", b"application/json"),
+            (b"x-request-id", job.request_id.encode()),
+            *job.passed_on,
+        ]
+        if spec.credential:
+            headers.append((b"authorization", b"Bearer " + spec.credential.encode()))
+        extra: dict[str, Any] = {}
+        if spec.kind == "warmpath":
+            extra["warmpath"] = PromptField(
+                prompt_ids=job.prompt.ids or "", salt=job.salt, seed=job.seed, request_id=job.request_id
+            )
+        return UpstreamRequest(
+            method="POST",
+            origin=origin,
+            path=prefix + job.request.endpoint,
+            headers=headers,
+            body=job.request.upstream_body(extra),
+            timeouts=self._timeouts,
+        )
+
+    async def _pass_refusal(self, response: UpstreamResponse, replica_id: str, held: _Held, reply: Reply) -> None:
+        """A status other than 200: the client's mistake passes through, a busy or broken replica is left for another."""
+        status = response.status
+        headers = dict(response.headers)
+        wait_s = _retry_after(headers)
+        if status == 429 or (status == 503 and wait_s is not None):
+            held.outcome = Outcome.BUSY
+            wait_s = min(wait_s if wait_s is not None else 1.0, _MAX_BUSY_S)
+            self._router.busy(replica_id, self._clock() + wait_s)
+            raise _TryElsewhere(_all_busy(wait_s))
+        if status in (401, 403) or status >= 500 or status < 400:
+            held.outcome = Outcome.FAILED
+            raise _TryElsewhere(_bad_upstream(f"A replica answered with status {status}."))
+        try:
+            body = await response.read(_MAX_ERROR_BYTES)
+            parse_usage(body)
+        except (UpstreamError, msgspec.MsgspecError) as error:
+            held.outcome = Outcome.FAILED
+            raise _TryElsewhere(_bad_upstream("A replica refused the request without saying why.")) from error
+        held.outcome = Outcome.CLIENT_ERROR
+        await reply.json(status, body)
+
+    async def _relay_whole(
+        self, response: UpstreamResponse, job: Job, held: _Held, reply: Reply, record: Record
+    ) -> None:
+        try:
+            body = await response.read(_MAX_ANSWER_BYTES)
+            usage = parse_usage(body)
+        except (UpstreamError, msgspec.MsgspecError) as error:
+            held.outcome = Outcome.FAILED
+            raise _TryElsewhere(_upstream_error(error)) from error
+        held.answered()
+        record.first_byte_s = self._clock() - record.started_at
+        await reply.json(200, body, _decision_headers(job, record.decision))
+        self._settle(usage, held, record)
+
+    async def _relay_stream(
+        self, response: UpstreamResponse, job: Job, held: _Held, reply: Reply, record: Record
+    ) -> None:
+        relay = SseRelay(strip_usage=not job.request.include_usage)
+        try:
+            _require_event_stream(response)
+            data = await _first_output(response, relay)
+        except (UpstreamError, ApiError) as error:
+            held.outcome = Outcome.FAILED
+            raise _TryElsewhere(_upstream_error(error)) from error
+
+        held.answered()
+        last = self._clock()
+        record.first_byte_s = last - record.started_at
+        await reply.start(200, [*_STREAM_HEADERS, *_decision_headers(job, record.decision)])
+        try:
+            await reply.chunk(data)
+            while not relay.done and (data := await _next_output(response, relay)):
+                now = self._clock()
+                self._on_gap(job.request.model, now - last)
+                last = now
+                await reply.chunk(data)
+        except UpstreamError:
+            complete = False
+        else:
+            complete = relay.done
+        if not complete:
+            held.outcome = Outcome.FAILED
+            record.error_code = "upstream_lost"
+            await reply.end(error_event("The replica was lost in the middle of this answer.", code="upstream_lost"))
+            return
+        await reply.end()
+        self._settle(relay.usage, held, record)
+        await _read_to_end(response)
+
+    def _settle(self, usage: Usage | None, held: _Held, record: Record) -> None:
+        held.outcome = Outcome.OK
+        record.usage = usage
+        if usage is not None:
+            held.cached_tokens = usage.cached_tokens
+
+
+async def _first_output(response: UpstreamResponse, relay: SseRelay) -> bytes:
+    """Everything up to and with the first event that carries a part of the answer: comments before it commit nothing."""
+    output = b""
+    while not relay.events:
+        data = await _next_output(response, relay)
+        if not data:
+            raise _bad_upstream("A replica ended its stream before it began.")
+        output += data
+        if len(output) > MAX_EVENT_BYTES:
+            raise _bad_upstream("A replica sent comments without an end.")
+    return output
+
+
+async def _next_output(response: UpstreamResponse, relay: SseRelay) -> bytes:
+    """The next bytes for the client; b'' at the end. Chunks that hold nothing for it are passed over."""
+    while (chunk := await response.read_chunk()) is not None:
+        if data := relay.feed(chunk):
+            return data
+    return relay.flush()
+
+
+async def _read_to_end(response: UpstreamResponse) -> None:
+    """Only a connection whose answer was read to its end can be used again; usually that end is here already."""
+    with contextlib.suppress(UpstreamError, TimeoutError):
+        async with asyncio.timeout(_END_S):
+            await response.read(_MAX_END_BYTES)
+
+
+def _require_event_stream(response: UpstreamResponse) -> None:
+    kind = dict(response.headers).get(b"content-type", b"")
+    if not kind.startswith(b"text/event-stream"):
+        raise _bad_upstream("A replica answered a stream request with something else.")
+
+
+def _retry_after(headers: Mapping[bytes, bytes]) -> float | None:
+    value = headers.get(b"retry-after")
+    if value is None:
+        return None
+    try:
+        return max(float(value), 0.0)
+    except ValueError:
+        return 1.0
+
+
+def _decision_headers(job: Job, decision: Decision | None) -> list[Header]:
+    if not job.debug or decision is None:
+        return []
+    value = (
+        f'replica="{decision.replica_id}", matched={decision.matched_tokens}, prompt={decision.prompt_tokens}, '
+        f'reason="{decision.reason}"'
+    )
+    return [(b"x-warmpath-decision", value.encode("latin-1", "replace"))]
+
+
+def _bad_upstream(message: str) -> ApiError:
+    return ApiError(502, "bad_upstream", message)
+
+
+def _upstream_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ConnectFailed):
+        return ApiError(503, "no_replica", "No replica of this model can be reached.", retry_after_s=1.0)
+    if isinstance(error, UpstreamTimeout):
+        return ApiError(504, "upstream_timeout", "No replica gave a first token in time.")
+    return _bad_upstream("A replica broke off before it answered.")
+
+
+def unroutable(why: Unroutable, model: str) -> ApiError:
+    if why.code == "model_not_found":
+        return ApiError(404, "model_not_found", f"The model '{model}' does not exist.", param="model")
+    if why.code == "capacity":
+        return _all_busy(why.retry_after_s)
+    return ApiError(
+        503, "no_replica", f"No replica of '{model}' can take requests now.", retry_after_s=why.retry_after_s
+    )
+
+
+def _all_busy(retry_after_s: float) -> ApiError:
+    return ApiError(
+        429, "capacity", "All replicas of this model are busy. Try again later.", retry_after_s=retry_after_s
+    )

@@ -1,0 +1,268 @@
+"""A table of endpoints → an ASGI app and its OpenAPI document.
+
+Every endpoint says whom it serves; the check, the decoding of bodies and the shape of answers and errors happen here, once,
+so that a handler is reached only by those it is for and only with a valid body. A route outside the table cannot exist.
+
+Paths come from the ASGI path alone, never from a URL built with the Host header (CVE-2026-48710), and no redirect is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, Generic, Literal, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.asgi import ClientGone, header, read_body, request_id, retry_headers
+from gateway.keys import KeyRecord, KeyStore
+from gateway.openai import ApiError
+
+__all__ = [
+    "Call",
+    "Endpoint",
+    "Needs",
+    "answer_error",
+    "answer_framework_error",
+    "openapi",
+    "rest_app",
+    "with_request_id",
+]
+
+_log = logging.getLogger("warmpath.rest")
+
+_BODY_S: Final = 10.0
+"""How long a body may take to arrive."""
+
+Context = TypeVar("Context")
+
+
+class Needs(Enum):
+    """Which kinds of key an endpoint serves."""
+
+    NO_KEY = frozenset[str]()
+    JOIN = frozenset({"join", "admin"})
+    ADMIN = frozenset({"admin"})
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that may be answered."""
+
+    path: Mapping[str, str]
+    query: Mapping[str, str]
+    body: Any
+    """Of the endpoint's type; None where it takes none."""
+    key: KeyRecord | None
+    """None only where no key is needed."""
+
+    @property
+    def caller(self) -> KeyRecord:
+        assert self.key is not None
+        return self.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint(Generic[Context]):
+    method: Literal["GET", "PUT", "POST", "PATCH", "DELETE"]
+    path: str
+    needs: Needs
+    summary: str
+    handle: Callable[[Context, Call], Awaitable[object]]
+    """Gives a value of type `answer`, or a whole `Response`; raises `ApiError`."""
+    answer: Any
+    body: Any = None
+    max_body_bytes: int = 64 << 10
+    status: int = 200
+
+
+def rest_app(endpoints: Sequence[Endpoint[Context]], context: Context, keys: KeyStore) -> ASGIApp:
+    by_path: dict[str, dict[str, Endpoint[Context]]] = {}
+    for endpoint in endpoints:
+        by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+    app = Starlette(
+        routes=[
+            Route(path, _guarded(methods, context, keys), methods=list(methods)) for path, methods in by_path.items()
+        ],
+        exception_handlers={
+            ApiError: answer_error,
+            HTTPException: answer_framework_error,
+            ClientGone: _answer_nobody,
+            Exception: _answer_bug,
+        },
+    )
+    app.router.redirect_slashes = False
+    return with_request_id(app)
+
+
+def _guarded(
+    methods: Mapping[str, Endpoint[Context]], context: Context, keys: KeyStore
+) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        endpoint = methods["GET" if request.method == "HEAD" else request.method]
+        key = _authorize(endpoint.needs, keys, request.scope)
+        body = await _read_body(endpoint, request) if endpoint.body is not None else None
+        call = Call(request.path_params, request.query_params, body, key)
+        answer = await endpoint.handle(context, call)
+        if key is not None and request.method != "GET":
+            _log.info("%s %s by %s", endpoint.method, endpoint.path, key.id)
+        return answer if isinstance(answer, Response) else _json(endpoint.status, msgspec.json.encode(answer))
+
+    return answer
+
+
+def _authorize(needs: Needs, keys: KeyStore, scope: Scope) -> KeyRecord | None:
+    if needs is Needs.NO_KEY:
+        return None
+    try:
+        key = keys.identify(header(scope, b"authorization") or b"")
+    except ApiError:  # two of them
+        key = None
+    if key is None:
+        raise ApiError(401, "invalid_api_key", "This needs a valid key of this gateway, sent as a bearer token.")
+    if key.kind not in needs.value:
+        raise ApiError(403, "insufficient_permissions", f"A key of kind '{key.kind}' may not do this.")
+    return key
+
+
+async def _read_body(endpoint: Endpoint[Context], request: Request) -> object:
+    kind = (header(request.scope, b"content-type") or b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise ApiError(415, "unsupported_media_type", "The body must be sent as 'content-type: application/json'.")
+    try:
+        async with asyncio.timeout(_BODY_S):
+            data = await read_body(request.scope, request.receive, endpoint.max_body_bytes)
+    except TimeoutError as error:
+        raise ApiError(408, "request_timeout", f"The body did not arrive within {_BODY_S:.0f} s.") from error
+    try:
+        return msgspec.json.decode(data, type=endpoint.body)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, "invalid_value", f"Invalid request: {error}", param=_param_of(str(error))) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, "invalid_json", "The request body is not valid JSON.") from error
+
+
+def _param_of(message: str) -> str | None:
+    """msgspec names fields in backquotes and places as ``$.name``."""
+    found = re.search(r"field `([^`]+)`|at `\$\.([^`]+)`", message)
+    return (found[1] or found[2]) if found else None
+
+
+# --- answers
+
+
+def _json(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:
+    # Answers hold keys and addresses: no cache on the way shall keep them.
+    return Response(body, status, {"cache-control": "no-store", **(headers or {})}, media_type="application/json")
+
+
+def answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {name.decode(): value.decode() for name, value in retry_headers(error)}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return _json(error.status, error.body(), headers)
+
+
+def answer_framework_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        refusal = ApiError(405, "method_not_allowed", "This path does not take this method.")
+    else:
+        refusal = ApiError(404, "not_found", "There is nothing at this path.")
+    return _json(refusal.status, refusal.body(), error.headers)
+
+
+def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+def _answer_bug(request: Request, error: Exception) -> Response:
+    return _json(500, ApiError(500, "internal_error", "The gateway failed to handle this request.").body())
+
+
+def with_request_id(app: ASGIApp) -> ASGIApp:
+    """Put x-request-id on every answer of `app`: the caller's if it is sane, else a new one."""
+
+    async def tagged(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        tag = (b"x-request-id", request_id(scope).encode())
+
+        async def send_tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], tag]}
+            await send(message)
+
+        await app(scope, receive, send_tagged)
+
+    return tagged
+
+
+# --- the document
+
+
+class _ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(msgspec.Struct):
+    """Every answer that is no success."""
+
+    error: _ErrorDetail
+
+
+def openapi(endpoints: Sequence[Endpoint[Context]], *, title: str, version: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of a table."""
+    types = [Error, *(kind for endpoint in endpoints for kind in (endpoint.answer, endpoint.body) if kind is not None)]
+    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(map(repr, types), schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": version},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(endpoint: Endpoint[Context], schema_of: Mapping[str, Any]) -> dict[str, Any]:
+    def content(kind: Any) -> dict[str, Any]:
+        media = "text/plain" if kind is str else "application/json"
+        return {media: {"schema": schema_of[repr(kind)]}}
+
+    operation: dict[str, Any] = {
+        "summary": endpoint.summary,
+        "responses": {
+            str(endpoint.status): {"description": "Done.", "content": content(endpoint.answer)},
+            "default": {"description": "Refused or failed.", "content": content(Error)},
+        },
+    }
+    names = re.findall(r"{(\w+)}", endpoint.path)
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if endpoint.body is not None:
+        operation["requestBody"] = {"required": True, "content": content(endpoint.body)}
+    if endpoint.needs is not Needs.NO_KEY:
+        kinds = " or ".join(sorted(endpoint.needs.value))
+        operation["security"] = [{"key": []}]
+        operation["description"] = f"Needs a key of kind {kinds}."
+    return operation

@@ -1,0 +1,304 @@
+"""Everything that can be set: one YAML file, ``WARMPATH_*`` variables and flags become one frozen value, once, at the start.
+
+Flags win over the environment, the environment over the file, the file over the defaults here. A nested setting's variable
+has two underscores: ``WARMPATH_SERVER__PORT=9000``; lists are JSON. Unknown names are refused, and all faults are told at
+once. This is the only module of the gateway that reads the environment; everybody else receives values.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    IPvAnyNetwork,
+    PlainSerializer,
+    PlainValidator,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsError as EnvironmentFault
+
+from gateway.addresses import AllowList, PortRange, base_url
+from gateway.registry import checked_model, checked_replica_id
+from router import PolicyName, RoutingSettings
+from router.wire import ReplicaSpec
+
+__all__ = [
+    "AdminSettings",
+    "LeaseSettings",
+    "LimitSettings",
+    "RegistrySettings",
+    "ReplicaSettings",
+    "RoutingGroup",
+    "ServerSettings",
+    "Settings",
+    "SettingsError",
+    "StreamSettings",
+    "load_settings",
+    "redacted",
+]
+
+_PREFIX: Final = "WARMPATH_"
+_ROUTING: Final = RoutingSettings()
+_MASK: Final = "**********"
+"""What a secret is printed as."""
+
+
+class SettingsError(Exception):
+    """The settings cannot be used. One line for each fault, with the dotted name of what is wrong."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+def _unless_masked(value: object) -> object:
+    return None if value == _MASK else value
+
+
+def _parse_ports(value: object) -> PortRange:
+    return value if isinstance(value, PortRange) else PortRange.parse(str(value))
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+Secret = Annotated[SecretStr | None, BeforeValidator(_unless_masked)]
+"""None when not given, and when it is the mask: printed settings can be loaded again, without pretending to a secret."""
+Ports = Annotated[PortRange, PlainValidator(_parse_ports), PlainSerializer(str, return_type=str)]
+ReplicaUrl = Annotated[str, AfterValidator(base_url)]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class ServerSettings(_Group):
+    """The listener that clients use."""
+
+    host: str = "127.0.0.1"
+    """Reachable from this machine only, until somebody decides otherwise."""
+    port: Port = 8000
+    max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 << 20
+    """About a million tokens of English; more is a mistake or an attack."""
+    grace_s: Seconds = 30.0
+    """How long running answers may go on after SIGTERM; Kubernetes kills after 30 s by default."""
+    open: bool = False
+    """No keys: for benchmarks and first tries, refused wherever others could reach it."""
+
+    @model_validator(mode="after")
+    def _open_means_loopback(self) -> ServerSettings:
+        if self.open and not _is_loopback(self.host):
+            raise ValueError("open needs host 127.0.0.1, ::1 or localhost: it would serve everybody who reaches it")
+        return self
+
+
+class AdminSettings(_Group):
+    """The listener for operators and for replicas that register."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8001
+    key: Secret = None
+    """An admin key of the operator's choice (wpa-ID-SECRET), for scripts that must know it before the first start."""
+    join_token: Secret = None
+    """The same for replicas that register themselves (wpj-ID-SECRET)."""
+
+
+class ReplicaSettings(_Group):
+    """A replica that is always there; it needs no lease."""
+
+    id: Annotated[str, AfterValidator(checked_replica_id)] | None = None
+    """By default made from the URL."""
+    url: ReplicaUrl
+    model: Annotated[str, AfterValidator(checked_model)] | None = None
+    """By default the first one that the replica lists."""
+    kind: Literal["openai", "warmpath"] = "openai"
+    """What is not one of our own workers is spoken to in plain OpenAI."""
+    credential: Secret = None
+    """Sent to the replica as its bearer token."""
+
+    @property
+    def replica_id(self) -> str:
+        if self.id is not None:
+            return self.id
+        _, _, rest = self.url.partition("://")
+        return re.sub(r"[^a-z0-9]+", "-", rest.lower()).strip("-")[:63]
+
+    @property
+    def spec(self) -> ReplicaSpec:
+        credential = self.credential.get_secret_value() if self.credential is not None else ""
+        return ReplicaSpec(url=self.url, model=self.model or "", kind=self.kind, credential=credential)
+
+
+class RoutingGroup(_Group):
+    """How replicas are chosen. The router's defaults give their reasons in `router.RoutingSettings`."""
+
+    policy: PolicyName = _ROUTING.policy
+    """cost: the least predicted time to the first token. The others are there to compare with."""
+    prefill_tok_s: Annotated[float, Field(ge=1, le=1e7)] = _ROUTING.prefill_tok_s
+    """Prompt tokens a second that a replica is taken to compute until it was measured."""
+    learned_tokens: Annotated[int, Field(ge=0, le=1 << 40)] = _ROUTING.learned_tokens
+    """KV tokens that a replica without events is taken to hold; 0 routes those by load alone."""
+
+    @property
+    def router_settings(self) -> RoutingSettings:
+        return RoutingSettings(policy=self.policy, prefill_tok_s=self.prefill_tok_s, learned_tokens=self.learned_tokens)
+
+
+class StreamSettings(_Group):
+    """How long to wait for replicas."""
+
+    connect_s: Seconds = 2.0
+    """A lost SYN is sent again after 1 s; a replica that needs more than that twice is not one to wait for."""
+    first_byte_s: Seconds = 120.0
+    """Queue and prefill. A CPU replica takes tens of seconds for a long prompt; a client's SDK gives up after 600."""
+    idle_s: Seconds = 30.0
+    """Between two chunks. A step takes milliseconds; half a minute of silence is a hung replica."""
+
+
+class LimitSettings(_Group):
+    requests_per_minute: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Of each key that has no limit of its own. None is no limit; 0 is refused, since people mean both by it."""
+
+
+class LeaseSettings(_Group):
+    """How long a replica that registered itself counts as there without a heartbeat."""
+
+    lease_s: Annotated[float, Field(ge=1, le=3600)] = 15.0
+    """Three heartbeats of 5 s. A replica may ask for less."""
+    forget_after_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
+    """After the lease, what a replica holds is remembered so long: one that only lost its network still holds it."""
+
+
+class RegistrySettings(_Group):
+    """Where replicas that register themselves may live. Those under `replicas` are the operator's word and not checked."""
+
+    networks: tuple[IPvAnyNetwork, ...] = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
+    ports: tuple[Ports, ...] = (PortRange(8000, 8999), PortRange(30000, 65535))
+    """Where inference servers and kernel-chosen ports are; not where SSH, mail, databases and caches are."""
+
+    @property
+    def allow_list(self) -> AllowList:
+        return AllowList(self.networks, self.ports)
+
+
+class Settings(_Group):
+    server: ServerSettings = ServerSettings()
+    admin: AdminSettings = AdminSettings()
+    state_dir: Path = Path(".warmpath")
+    """Keys and secrets. One gateway owns it."""
+    replicas: tuple[ReplicaSettings, ...] = ()
+    routing: RoutingGroup = RoutingGroup()
+    stream: StreamSettings = StreamSettings()
+    limits: LimitSettings = LimitSettings()
+    leases: LeaseSettings = LeaseSettings()
+    registry: RegistrySettings = RegistrySettings()
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Settings:
+        ids = [replica.replica_id for replica in self.replicas]
+        if repeated := {replica_id for replica_id in ids if ids.count(replica_id) > 1}:
+            raise ValueError(f"replicas: the id {min(repeated)} appears twice")
+        if self.server.port == self.admin.port != 0:
+            raise ValueError("admin.port: must differ from server.port")
+        return self
+
+
+class _Environment(Settings, BaseSettings):
+    """Tells pydantic-settings what to look for; never made itself."""
+
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, env_nested_delimiter="__")
+
+
+def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
+    """Read everything. `flags`: nested like the file. Raises `SettingsError` naming every fault."""
+    values: dict[str, Any] = {}
+    for layer in (_read_file(file) if file is not None else {}, _read_environment(), flags or {}):
+        values = _merged(values, layer)
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(
+            [_fault(detail["loc"], detail["type"], detail["msg"]) for detail in error.errors()]
+        ) from None
+
+
+def redacted(settings: Settings) -> str:
+    """The settings as YAML that loads again, with secrets masked."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+
+
+def _fault(place: tuple[int | str, ...], kind: str, message: str) -> str:
+    if kind == "extra_forbidden":
+        message = "there is no such setting"
+    message = message.removeprefix("Value error, ")
+    return f"{'.'.join(map(str, place))}: {message}" if place else message
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, group by group; a list is one value and is replaced whole."""
+    result = dict(under)
+    for name, value in over.items():
+        below = result.get(name)
+        result[name] = _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def _read_environment() -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = EnvSettingsSource(_Environment)()
+    except EnvironmentFault as error:
+        raise SettingsError([f"environment: {error}"]) from None
+    # Names without __ may be other commands' or Kubernetes' own (a service named warmpath yields WARMPATH_PORT), so only
+    # nested names are sure to be meant for us; an unknown group is handed on, to be refused like one in the file.
+    for name in os.environ:
+        group, nested, _ = name.upper().removeprefix(_PREFIX).partition("__")
+        if name.upper().startswith(_PREFIX) and nested and group.lower() not in Settings.model_fields:
+            values[group.lower()] = {}
+    return values
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        with file.open(encoding="utf-8") as stream:
+            values = yaml.load(stream, Loader=_StrictLoader)  # noqa: S506 - it is a SafeLoader
+    except OSError as error:
+        raise SettingsError([f"{file}: {error.strerror}"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError([f"{file}: {' '.join(str(error).split())}"]) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise SettingsError([f"{file}: must hold settings by name, like 'server: {{port: 8000}}'"])
+    return values
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a name that appears twice; YAML readers silently keep the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [name.value for name, _ in node.value]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                place = node.value[index][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"'{name}' appears twice", place)
+        return super().construct_mapping(node, deep)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,143 @@
+"""A replica as the gateway calls it: one Protocol, its values and its errors.
+
+Knows no transport. `gateway.http1` is the native one; whatever else speaks to replicas stands behind the same Protocol and
+passes the same tests.
+
+Errors, all of which say that this replica gave no whole answer to this request::
+
+    UpstreamError
+    ├── ConnectFailed        no connection within connect_s; the request was not sent
+    ├── UpstreamTimeout      connected, then silent for first_byte_s or idle_s
+    ├── UpstreamClosed       the connection ended before the answer did
+    ├── ProtocolViolation    what came is not what was asked for, or is larger than we accept
+    └── ReplicaError         a stream that carries an error of the replica's own
+
+What must hold: after any of them, and after a cancellation, the connection is closed and nothing is left to release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, Protocol, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+__all__ = [
+    "ConnectFailed",
+    "Origin",
+    "ProtocolViolation",
+    "ReplicaError",
+    "Timeouts",
+    "Upstream",
+    "UpstreamClosed",
+    "UpstreamError",
+    "UpstreamRequest",
+    "UpstreamResponse",
+    "UpstreamTimeout",
+]
+
+Header = tuple[bytes, bytes]
+
+
+class UpstreamError(Exception):
+    """The replica gave no whole answer."""
+
+
+class ConnectFailed(UpstreamError):
+    """No connection: refused, unreachable, no valid certificate, or not within `Timeouts.connect_s`."""
+
+
+class UpstreamTimeout(UpstreamError):
+    """The replica was silent for too long."""
+
+
+class UpstreamClosed(UpstreamError):
+    """The replica closed the connection before the end of its answer."""
+
+
+class ProtocolViolation(UpstreamError):
+    """The replica's bytes are no answer that we can use."""
+
+
+class ReplicaError(UpstreamError):
+    """The replica put an error of its own into a stream that had begun with 200; `data` is its JSON object."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__("the replica reported an error inside its stream")
+        self.data = data
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where connections go; those to one origin are interchangeable."""
+
+    scheme: Literal["http", "https"]
+    host: str
+    port: int
+
+    @staticmethod
+    @lru_cache(maxsize=1024)  # asked for every request, and replicas are few
+    def parse(url: str) -> tuple[Origin, str]:
+        """A replica's URL → its origin and the path prefix, '' or without a slash at its end. Raises ValueError."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError("a replica's URL is http:// or https://, a host and perhaps a port")
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError("a replica's URL has no user information, query or fragment")
+        scheme = cast(Literal["http", "https"], parts.scheme)
+        port = parts.port or (443 if scheme == "https" else 80)
+        return Origin(scheme, parts.hostname, port), parts.path.rstrip("/")
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """How long each stage of a call may take."""
+
+    connect_s: float
+    first_byte_s: float
+    """From the request to the first byte of the *body*: servers send the status line of a stream before they prefill."""
+    idle_s: float
+    """Silence between two pieces of the body, while somebody waits for one."""
+
+
+class UpstreamRequest(msgspec.Struct, frozen=True, kw_only=True):
+    method: str
+    origin: Origin
+    path: str
+    """With the query; ASCII, percent-encoded where needed."""
+    headers: Sequence[Header]
+    """Names in lower case. The transport adds host, content-length and accept-encoding."""
+    body: bytes = b""
+    timeouts: Timeouts
+
+
+class UpstreamResponse(Protocol):
+    """An answer whose status and headers are here and whose body is to come. Whoever gets one closes it."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> list[Header]:
+        """Names in lower case; trailers are not among them."""
+
+    async def read_chunk(self) -> bytes | None:
+        """The bytes that have arrived, at least one, else the next that arrive; None at the body's complete end."""
+
+    async def read(self, limit: int) -> bytes:
+        """The rest of the body. Raises `ProtocolViolation` when it is longer than `limit` bytes."""
+
+    async def aclose(self) -> None:
+        """Done with it; may be called again. Before the body's end this closes the connection at once: so the replica
+        learns that nobody waits any more.
+        """
+
+
+class Upstream(Protocol):
+    """All replicas of a gateway; connections are kept for the next request."""
+
+    async def send(self, request: UpstreamRequest) -> UpstreamResponse:
+        """Send the request and wait for the head of its answer. Raises `UpstreamError`."""
+
+    async def aclose(self) -> None:
+        """Close every connection; whoever still reads from one gets `UpstreamClosed`."""

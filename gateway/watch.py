@@ -1,0 +1,248 @@
+"""One task per replica keeps the router's knowledge of it true: its tokenizer, its blocks, its load, whether it lives.
+
+An own worker is followed through its event stream, whose `Load` frames are also its sign of life. A foreign replica is
+asked for its health. Losing a stream costs hits, never answers: the router falls back to what was routed there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import Final, Never
+
+import msgspec
+
+from gateway.prepare import Prompters
+from gateway.upstream import (
+    ConnectFailed,
+    Origin,
+    Timeouts,
+    Upstream,
+    UpstreamError,
+    UpstreamRequest,
+    UpstreamResponse,
+    UpstreamTimeout,
+)
+from router import Router, Sync
+from router.prompt import TokenizerError, TokenizerFiles
+from router.wire import Frame, FrameDecoder, FrameError, ReplicaSpec
+
+__all__ = ["Watcher"]
+
+_log = logging.getLogger("warmpath.watch")
+
+_SILENCE_S: Final = 5.0
+"""A worker sends a load frame at least once a second; five missed ones are a dead worker or a dead network."""
+_TIMEOUTS: Final = Timeouts(connect_s=1.0, first_byte_s=_SILENCE_S, idle_s=_SILENCE_S)
+_PROBE_EVERY_S: Final = 5.0
+_FIRST_RETRY_S: Final = 0.1
+_LONGEST_RETRY_S: Final = 5.0
+_MAX_TOKENIZER_BYTES: Final = 64 << 20
+_MAX_MODELS_BYTES: Final = 1 << 20
+_MAX_SNAPSHOT_FRAMES: Final = 4096
+
+
+class _Lost(Exception):
+    """The replica, or what we know of it, is gone for now; the message says why."""
+
+
+class _Mismatch(Exception):
+    """The replica is not what its pool needs. Asking again soon will not help."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class Watcher:
+    """Starts, owns and ends the tasks. All knowledge goes into the router."""
+
+    def __init__(self, router: Router, upstream: Upstream, prompters: Prompters, *, clock: Callable[[], float]) -> None:
+        self._router = router
+        self._upstream = upstream
+        self._prompters = prompters
+        self._clock = clock
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self, replica_id: str, spec: ReplicaSpec) -> None:
+        """Watch a replica that the router knows; a replica watched already is watched anew (it may have moved)."""
+        self.stop(replica_id)
+        watch = self._watch_own if spec.kind == "warmpath" else self._watch_foreign
+        self._tasks[replica_id] = asyncio.create_task(watch(replica_id, spec), name=f"watch {replica_id}")
+
+    def stop(self, replica_id: str) -> None:
+        task = self._tasks.pop(replica_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def aclose(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- own workers
+
+    async def _watch_own(self, replica_id: str, spec: ReplicaSpec) -> None:
+        retry = _Backoff()
+        while True:
+            try:
+                await self._load_tokenizer(spec)
+                await self._follow(replica_id, spec, retry)
+            except _Mismatch as error:
+                _log.error("replica %s does not fit its pool: %s", replica_id, error)
+                self._router.set_health(replica_id, False, self._clock())
+                retry.slow_down()
+            except (_Lost, UpstreamError, FrameError, TokenizerError, msgspec.MsgspecError) as error:
+                _log.warning("replica %s: %s", replica_id, str(error) or type(error).__name__)
+                # A cut stream alone is no dead replica: it may be back at once. Silence or a refused connection is.
+                if retry.repeated or isinstance(error, (ConnectFailed, UpstreamTimeout)):
+                    self._router.set_health(replica_id, False, self._clock())
+            except Exception:
+                _log.exception("watching replica %s failed", replica_id)
+                self._router.set_health(replica_id, False, self._clock())
+            self._router.events_lost(replica_id, self._clock())
+            await retry.wait()
+
+    async def _follow(self, replica_id: str, spec: ReplicaSpec, retry: _Backoff) -> Never:
+        """Apply the event stream until it breaks, with a snapshot wherever it has a gap."""
+        while True:
+            response = await self._get(spec, _events_path(self._router.resume_point(replica_id)))
+            try:
+                if response.status == 200:
+                    await self._apply_until_gap(replica_id, response, retry)
+                elif response.status != 410:
+                    raise _Lost(f"/kv_events answered {response.status}")
+            finally:
+                await response.aclose()
+            await self._take_snapshot(replica_id, spec)
+
+    async def _apply_until_gap(self, replica_id: str, response: UpstreamResponse, retry: _Backoff) -> None:
+        decoder = FrameDecoder()
+        while (chunk := await response.read_chunk()) is not None:
+            for frame in decoder.feed(chunk):
+                if self._apply(replica_id, frame):
+                    return
+            retry.reset()
+        raise _Lost("the event stream ended")
+
+    def _apply(self, replica_id: str, frame: Frame) -> bool:
+        """True when frames are missing."""
+        now = self._clock()
+        sync = self._router.apply(replica_id, frame, now)
+        self._require_match(replica_id, sync)
+        if sync is Sync.OK:
+            self._router.set_health(replica_id, True, now)
+        return sync is Sync.GAP
+
+    async def _take_snapshot(self, replica_id: str, spec: ReplicaSpec) -> None:
+        response = await self._get(spec, "/kv_snapshot")
+        try:
+            if response.status != 200:
+                raise _Lost(f"/kv_snapshot answered {response.status}")
+            decoder = FrameDecoder()
+            frames: list[Frame] = []
+            while (chunk := await response.read_chunk()) is not None:
+                frames += decoder.feed(chunk)
+                if len(frames) > _MAX_SNAPSHOT_FRAMES:
+                    raise _Lost("the snapshot does not end")
+        finally:
+            await response.aclose()
+        sync = self._router.apply_snapshot(replica_id, frames, self._clock())
+        self._require_match(replica_id, sync)
+        if sync is not Sync.OK:
+            raise _Lost("the snapshot is incomplete")
+
+    def _require_match(self, replica_id: str, sync: Sync) -> None:
+        if sync is Sync.MISMATCH:
+            raise _Mismatch(next(view.mismatch for view in self._router.replicas() if view.id == replica_id))
+
+    async def _load_tokenizer(self, spec: ReplicaSpec) -> None:
+        response = await self._get(spec, "/tokenizer")
+        try:
+            if response.status != 200:
+                raise _Lost(f"/tokenizer answered {response.status}")
+            body = await response.read(_MAX_TOKENIZER_BYTES)
+        finally:
+            await response.aclose()
+        await self._prompters.load(msgspec.json.decode(body, type=TokenizerFiles))
+
+    # --- foreign replicas
+
+    async def _watch_foreign(self, replica_id: str, spec: ReplicaSpec) -> None:
+        while True:
+            try:
+                healthy = await self._probe(replica_id, spec)
+            except (UpstreamError, msgspec.MsgspecError):
+                healthy = False
+            self._router.set_health(replica_id, healthy, self._clock())
+            await asyncio.sleep(_PROBE_EVERY_S if healthy else _FIRST_RETRY_S * 10)
+
+    async def _probe(self, replica_id: str, spec: ReplicaSpec) -> bool:
+        """Healthy by /health where there is one, else by its list of models; a replica without a model learns it here."""
+        known = bool(self._router.spec(replica_id).model)
+        if known and (status := await self._status(spec, "/health")) not in (404, 405):
+            return status == 200
+        response = await self._get(spec, "/v1/models")
+        try:
+            if response.status != 200:
+                return False
+            models = msgspec.json.decode(await response.read(_MAX_MODELS_BYTES), type=_Models)
+        finally:
+            await response.aclose()
+        if not known:
+            if not models.data:
+                return False
+            named = msgspec.structs.replace(spec, model=models.data[0].id)
+            self._router.add(replica_id, named, self._clock())
+        return True
+
+    async def _status(self, spec: ReplicaSpec, path: str) -> int:
+        response = await self._get(spec, path)
+        await response.aclose()
+        return response.status
+
+    async def _get(self, spec: ReplicaSpec, path: str) -> UpstreamResponse:
+        origin, prefix = Origin.parse(spec.url)
+        headers = [(b"authorization", b"Bearer " + spec.credential.encode())] if spec.credential else []
+        return await self._upstream.send(
+            UpstreamRequest(
+                method="GET", origin=origin, path=prefix + path, headers=headers, body=b"", timeouts=_TIMEOUTS
+            )
+        )
+
+
+def _events_path(resume: tuple[str, int] | None) -> str:
+    if resume is None:
+        return "/kv_events"
+    epoch, after = resume
+    return f"/kv_events?epoch={epoch}&after={after}"
+
+
+class _Backoff:
+    """Waits that double while nothing works, with jitter, so that a fleet does not come back as a herd."""
+
+    def __init__(self) -> None:
+        self._next_s = _FIRST_RETRY_S
+
+    @property
+    def repeated(self) -> bool:
+        """Whether there was a wait since the last success."""
+        return self._next_s > _FIRST_RETRY_S
+
+    def reset(self) -> None:
+        self._next_s = _FIRST_RETRY_S
+
+    def slow_down(self) -> None:
+        self._next_s = _LONGEST_RETRY_S
+
+    async def wait(self) -> None:
+        wait_s, self._next_s = self._next_s, min(self._next_s * 2, _LONGEST_RETRY_S)
+        await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311

@@ -1,0 +1,269 @@
+"""`warmpath smoke`: drive a running system with the official OpenAI client and say what was seen.
+
+Two questions are asked. Is it an OpenAI endpoint: models, chat and text completions, streamed and not, exact usage? And does
+the cache work: do three growing talks, turn by turn and interleaved, each stay on the replica that holds their past, and is
+their first token sooner than without it? The second answer is a table. Any "no" ends with exit code 1.
+
+"Without it" is measured on the same system: the same prompt sent with the key of another tenant, whose cache is another one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Final, cast
+
+import click
+import httpx
+import msgspec
+from openai import OpenAI
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.talks import Message, load_talks
+
+__all__ = ["main"]
+
+_BLOCK: Final = 16
+_QUESTION: Final[list[Message]] = [{"role": "user", "content": "What is the capital of France?"}]
+_COLD_RUNS: Final = 3
+"""Uncached runs of one prompt; their median is the time to compare with."""
+
+
+class SmokeFailure(Exception):
+    """The system answered, and not as it should."""
+
+
+class Connection(msgspec.Struct, frozen=True):
+    """Where a system is and how to enter it; `warmpath up` writes it as .warmpath/connection.json."""
+
+    base_url: str
+    api_key: str
+    admin_url: str
+    admin_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    talk: str
+    turn: int
+    warm: Answer
+    cold_ttft_s: float
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise SmokeFailure(message)
+
+
+class Keys:
+    """Client keys made for this run through the admin API, and taken back at its end."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._base_url = connection.base_url
+        self._admin = httpx.Client(
+            base_url=f"{connection.admin_url}/admin/v1",
+            headers={"authorization": f"Bearer {connection.admin_key}"},
+            timeout=10,
+        )
+        self._made: list[str] = []
+
+    def client(self, tenant: str) -> OpenAI:
+        """A client of its own tenant, who sees how it is routed."""
+        body = {"name": "smoke", "tenant": tenant, "debug": True, "requests_per_minute": 6000}
+        answer = self._admin.post("/keys", json=body).raise_for_status().json()
+        self._made.append(answer["id"])
+        return OpenAI(base_url=self._base_url, api_key=answer["key"], max_retries=0, timeout=120)
+
+    def revoke_all(self) -> None:
+        for key_id in self._made:
+            self._admin.delete(f"/keys/{key_id}")
+        self._admin.close()
+
+
+def check_endpoint(client: OpenAI, *, made_up_text: bool) -> str:
+    """Everything a first user tries. Returns the model's name."""
+    models = [model.id for model in client.models.list()]
+    check(len(models) > 0, "models.list() is empty")
+    model = models[0]
+    _check_chat(client, model, made_up_text=made_up_text)
+    _check_completion(client, model)
+    return model
+
+
+def _check_chat(client: OpenAI, model: str, *, made_up_text: bool) -> None:
+    asked: dict[str, Any] = {"model": model, "messages": _QUESTION, "temperature": 0, "max_tokens": 32}
+    whole = client.chat.completions.create(**asked)
+    text = whole.choices[0].message.content or ""
+    check(made_up_text or "Paris" in text, f"the capital of France is not in {text!r}")
+    usage = whole.usage
+    check(usage is not None and usage.completion_tokens > 0, "a whole answer has no usage")
+    assert usage is not None
+    check(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens, "usage does not add up")
+
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    check(streamed == text, f"streamed {streamed!r}, not {text!r}")
+    last = chunks[-1]
+    check(not last.choices and last.usage is not None, "the last chunk of a stream with usage is not the usage chunk")
+    assert last.usage is not None
+    check(
+        (last.usage.prompt_tokens, last.usage.completion_tokens) == (usage.prompt_tokens, usage.completion_tokens),
+        "usage of a stream and of a whole answer differ",
+    )
+    check(
+        all(chunk.usage is None for chunk in client.chat.completions.create(**asked, stream=True)),
+        "a stream shows usage that nobody asked for",
+    )
+
+
+def _check_completion(client: OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "prompt": "The sea is", "temperature": 0, "max_tokens": 16}
+    whole = client.completions.create(**asked)
+    check(whole.usage is not None and whole.usage.completion_tokens <= 16, "a text completion has wrong usage")
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
+    check(streamed == whole.choices[0].text, "streamed and whole text completion differ")
+
+
+def run_talks(keys: Keys, model: str) -> list[Row]:
+    """All talks, interleaved turn by turn, each turn measured with its past cached and without."""
+    client = keys.client("smoke-talks")
+    talks = load_talks()
+    rows: list[Row] = []
+    for turn, chats in enumerate(zip_longest(*(talk.turns() for talk in talks)), start=1):
+        for talk, messages in zip(talks, chats, strict=True):
+            if messages is None:
+                continue  # this talk is over
+            warm = _ask(client, model, messages)
+            cold = [
+                _ask(keys.client(f"smoke-cold-{talk.name}-{turn}-{run}"), model, messages) for run in range(_COLD_RUNS)
+            ]
+            rows.append(Row(talk.name, turn, warm, sorted(answer.ttft_s for answer in cold)[_COLD_RUNS // 2]))
+    return rows
+
+
+def _ask(client: OpenAI, model: str, messages: list[Message]) -> Answer:
+    started = time.perf_counter()
+    raw = client.chat.completions.with_raw_response.create(
+        model=model,
+        messages=cast(Any, messages),  # plain JSON, as a user would write it
+        temperature=0,
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    ttft_s: float | None = None
+    text: list[str] = []
+    usage = None
+    for chunk in raw.parse():
+        if chunk.choices and ttft_s is None:
+            ttft_s = time.perf_counter() - started
+        text += [choice.delta.content or "" for choice in chunk.choices]
+        usage = chunk.usage or usage
+    check(ttft_s is not None and usage is not None, "a stream ended without a token or without usage")
+    assert ttft_s is not None
+    assert usage is not None
+    details = usage.prompt_tokens_details
+    check(details is not None and details.cached_tokens is not None, "usage does not tell the cached tokens")
+    assert details is not None
+    decision = raw.headers.get("x-warmpath-decision", "")
+    replica = re.search(r'replica="([^"]*)"', decision)
+    check(replica is not None, f"x-warmpath-decision names no replica: {decision!r}")
+    assert replica is not None
+    return Answer("".join(text), ttft_s, usage.prompt_tokens, details.cached_tokens or 0, replica[1])
+
+
+def faults(rows: Iterable[Row]) -> list[str]:
+    """What the table shows that should not be."""
+    found: list[str] = []
+    past: dict[str, Row] = {}
+    for row in rows:
+        before = past.get(row.talk)
+        past[row.talk] = row
+        if before is None:
+            continue
+        where = f"{row.talk}, turn {row.turn}"
+        if row.warm.replica != before.warm.replica:
+            found.append(f"{where}: went from {before.warm.replica} to {row.warm.replica}")
+        cacheable = before.warm.prompt_tokens // _BLOCK * _BLOCK
+        if row.warm.cached_tokens < 0.9 * cacheable:
+            found.append(f"{where}: {row.warm.cached_tokens} tokens cached of {cacheable}")
+        if row.warm.ttft_s >= row.cold_ttft_s:
+            found.append(f"{where}: first token after {row.warm.ttft_s:.3f} s, uncached {row.cold_ttft_s:.3f} s")
+    return found
+
+
+def table(rows: Iterable[Row]) -> Table:
+    shown = Table("talk", "turn", "replica", "prompt tokens", "cached tokens", "TTFT ms", "uncached ms")
+    for row in rows:
+        shown.add_row(
+            row.talk,
+            str(row.turn),
+            row.warm.replica,
+            str(row.warm.prompt_tokens),
+            str(row.warm.cached_tokens),
+            f"{row.warm.ttft_s * 1000:.0f}",
+            f"{row.cold_ttft_s * 1000:.0f}",
+        )
+    return shown
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  warmpath smoke                                       # the system that `warmpath up` runs here
+  warmpath smoke --connection /srv/warmpath/connection.json
+"""
+)
+@click.option(
+    "--connection",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path(".warmpath/connection.json"),
+    show_default=True,
+    help="File with base_url, api_key, admin_url and admin_key.",
+)
+def main(connection: Path) -> None:
+    """Check a running system with the official OpenAI client, and show what its cache saves."""
+    console = Console()
+    try:
+        known = msgspec.json.decode(connection.read_bytes(), type=Connection)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise click.ClickException(f"no running system found ({error}); start one with `warmpath up`") from error
+    keys = Keys(known)
+    try:
+        model = check_endpoint(keys.client("smoke"), made_up_text=known_made_up(known))
+        console.print(f"endpoint ok: {model}, chat and text, streamed and whole, usage exact")
+        rows = run_talks(keys, model)
+        console.print(table(rows))
+        wrong = faults(rows)
+    except (SmokeFailure, httpx.HTTPError) as error:
+        wrong = [str(error)]
+    finally:
+        keys.revoke_all()
+    for fault in wrong:
+        console.print(f"[red]wrong:[/] {fault}")
+    sys.exit(1 if wrong else 0)
+
+
+def known_made_up(connection: Connection) -> bool:
+    """Whether the system is simulated: then its text is made up and holds no capital."""
+    with OpenAI(base_url=connection.base_url, api_key=connection.api_key) as client:
+        return all("simulated" in model.id for model in client.models.list())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.gateway.stub import (
+    DONE,
+    MODEL,
+    STREAM_HEAD,
+    USAGE,
+    Answer,
+    Running,
+    chunked,
+    dies,
+    event,
+    gateway,
+    hangs,
+    response,
+    says,
+    streams,
+    stub,
+    writes,
+)
+
+ANSWER = (event("Hel"), event("lo"), event("", "stop"), USAGE, DONE)
+
+
+async def test_a_whole_answer_passes_through_byte_for_byte(tmp_path: Path) -> None:
+    async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
+        answer = await running.chat(weird_field={"kept": [1, 2]})
+
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["message"]["content"] == "hi"
+        assert replica.seen[0].path == "/v1/chat/completions"
+        assert replica.seen[0].json["weird_field"] == {"kept": [1, 2]}
+        assert answer.headers["x-request-id"] == replica.seen[0].headers["x-request-id"]
+
+
+async def test_usage_is_asked_for_in_every_stream_and_stripped_for_those_who_did_not(tmp_path: Path) -> None:
+    async with stub(streams(*ANSWER)) as replica, gateway(tmp_path, replica) as running:
+        silent = await running.chat(stream=True)
+        asked = await running.chat(stream=True, stream_options={"include_usage": True})
+        refused = await running.chat(stream=True, stream_options={"include_usage": False})
+
+        assert silent.content == b"".join((*ANSWER[:3], DONE)) == refused.content
+        assert asked.content == b"".join(ANSWER)
+        assert [seen.json["stream_options"] for seen in replica.seen] == [{"include_usage": True}] * 3
+        assert silent.headers["content-type"].startswith("text/event-stream")
+
+
+async def test_the_decision_is_shown_to_debug_keys_only(tmp_path: Path) -> None:
+    async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
+        shown = await running.chat()
+        _, running.key = running.gateway.keys.create("client", name="plain")
+        hidden = await running.chat()
+
+        assert 'replica="127-0-0-1-' in shown.headers["x-warmpath-decision"]
+        assert "x-warmpath-decision" not in hidden.headers
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        dies,
+        writes(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n", close=True),
+        writes(STREAM_HEAD, b"0\r\n\r\n"),
+        writes(response(200, b"<html>no</html>")),
+        writes(response(500, b'{"error":{"message":"secret inner text"}}')),
+        writes(b"garbage\r\n\r\n", close=True),
+    ],
+    ids=["dies", "dies in its headers", "empty stream", "html", "500", "garbage"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_replica_that_fails_before_its_first_byte_costs_the_client_nothing(
+    tmp_path: Path, broken: Answer, stream: bool
+) -> None:
+    good = streams(*ANSWER) if stream else says("Hello")
+    async with stub(broken) as bad, stub(good) as other, gateway(tmp_path, bad, other) as running:
+        for number in range(50):  # equal replicas are chosen at random
+            answer = await running.chat(f"try {number}", stream=stream)
+            assert answer.status_code == 200
+            assert "secret" not in answer.text
+            if bad.seen:
+                return
+        pytest.fail("the broken replica was never tried, so this shows nothing")
+
+
+async def test_a_refused_connection_goes_to_another_replica(tmp_path: Path) -> None:
+    async with stub(says("hi")) as leaving, stub(says("hi")) as staying, gateway(tmp_path, leaving, staying) as running:
+        await leaving.stop()
+
+        answers = [await running.chat(f"try {number}") for number in range(6)]
+
+        assert [answer.status_code for answer in answers] == [200] * 6
+
+
+async def test_all_replicas_failing_is_a_502_without_their_text(tmp_path: Path) -> None:
+    broken = writes(response(500, b'{"error":{"message":"secret inner text"}}'))
+    async with stub(broken) as one, stub(broken) as two, gateway(tmp_path, one, two) as running:
+        answer = await running.chat()
+
+        assert answer.status_code == 502
+        assert answer.json()["error"]["code"] == "bad_upstream"
+        assert "secret" not in answer.text
+        assert len(one.seen) + len(two.seen) == 2, "each replica is tried once"
+
+
+async def test_no_replica_is_a_503_with_a_time_to_come_back(tmp_path: Path) -> None:
+    async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
+        await running.admin.patch(f"/admin/v1/replicas/127-0-0-1-{replica.port}", json={"cordoned": True})
+
+        answer = await running.chat()
+
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "no_replica"
+        assert float(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_clients_mistake_passes_through_and_is_not_tried_again(tmp_path: Path) -> None:
+    refusal = b'{"error":{"message":"too long","type":"invalid_request_error","code":"context_length_exceeded"}}'
+    async with (
+        stub(writes(response(400, refusal))) as one,
+        stub(writes(response(400, refusal))) as two,
+        gateway(tmp_path, one, two) as running,
+    ):
+        answers = [await running.chat() for _ in range(12)]
+
+        assert {answer.status_code for answer in answers} == {400}
+        assert answers[0].content == refusal
+        assert len(one.seen) + len(two.seen) == 12
+        states = (await running.admin.get("/admin/v1/replicas")).json()["replicas"]
+        assert {state["breaker"] for state in states} == {"closed"}, "a client's mistakes eject nobody"
+
+
+async def test_busy_replicas_are_left_alone_and_all_busy_is_a_429(tmp_path: Path) -> None:
+    busy = writes(response(503, b"{}", "retry-after: 7"))
+    async with stub(busy) as one, stub(busy) as two, gateway(tmp_path, one, two) as running:
+        first = await running.chat()
+        second = await running.chat()
+
+        assert (first.status_code, second.status_code) == (429, 429)
+        assert first.json()["error"]["code"] == "capacity"
+        assert 1 <= float(second.headers["retry-after"]) <= 7
+        assert len(one.seen) == len(two.seen) == 1, "the second request asked nobody"
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_and_without_done(tmp_path: Path) -> None:
+    breaks = writes(STREAM_HEAD, chunked(event("Hel")), close=True)
+    async with stub(breaks) as replica, gateway(tmp_path, replica) as running:
+        answer = await running.chat(stream=True)
+
+        first, last = answer.content.strip().split(b"\n\n")
+        assert first + b"\n\n" == event("Hel")
+        assert b'"code":"upstream_lost"' in last
+        assert b"[DONE]" not in answer.content
+
+
+async def test_comments_before_the_first_event_commit_nothing(tmp_path: Path) -> None:
+    pings = writes(STREAM_HEAD, chunked(b": ping\n\n"), chunked(b": ping\n\n"), close=True)
+    async with stub(pings) as replica, gateway(tmp_path, replica) as running:
+        assert (await running.chat(stream=True)).status_code == 502
+
+        replica.answer = streams(b": ping\n\n", *ANSWER)
+        assert (await running.chat(stream=True)).content == b"".join((b": ping\n\n", *ANSWER[:3], DONE))
+
+
+async def test_an_answer_is_over_with_done_even_when_the_replica_keeps_the_socket_open(tmp_path: Path) -> None:
+    async def stays(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + b"".join(map(chunked, ANSWER)))
+        await asyncio.Event().wait()
+
+    async with stub(stays) as replica, gateway(tmp_path, replica) as running:
+        answer = await running.chat(stream=True)
+
+        assert answer.content == b"".join((*ANSWER[:3], DONE))
+        await _idle(running)
+
+
+async def test_streams_use_one_connection_after_another(tmp_path: Path) -> None:
+    async with stub(streams(*ANSWER)) as replica, gateway(tmp_path, replica) as running:
+        for _ in range(5):
+            await running.chat(stream=True)
+
+        assert running.gateway.upstream.idle == 1
+        assert running.gateway.upstream.in_use == 0
+
+
+async def test_a_stream_that_ends_too_early_is_an_error_not_a_quiet_end(tmp_path: Path) -> None:
+    async with stub(streams(event("Hel"))) as replica, gateway(tmp_path, replica) as running:
+        answer = await running.chat(stream=True)
+
+        assert b'"code":"upstream_lost"' in answer.content
+
+
+async def test_a_replica_that_gives_no_first_byte_in_time_is_a_504(tmp_path: Path) -> None:
+    settings = {"stream": {"first_byte_s": 0.2}}
+    async with stub(hangs) as replica, gateway(tmp_path, replica, **settings) as running:
+        answer = await running.chat(stream=True)
+
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "upstream_timeout"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_replica_learns_at_once_that_the_client_left(tmp_path: Path, stream: bool) -> None:
+    async with stub(hangs) as replica, gateway(tmp_path, replica) as running:
+        with pytest.raises(httpx.ReadTimeout):
+            await running.client.post(
+                "/v1/chat/completions",
+                json={"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream},
+                headers=running.auth,
+                timeout=0.3,
+            )
+
+        async with asyncio.timeout(1):
+            await replica.seen[0].gone.wait()
+        await _idle(running)
+
+
+async def test_the_replica_learns_that_the_client_left_in_the_middle_of_a_stream(tmp_path: Path) -> None:
+    async def endless(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        while True:
+            writer.write(chunked(event("x")))
+            await writer.drain()
+            await asyncio.sleep(0.005)
+
+    async with stub(endless) as replica, gateway(tmp_path, replica) as running:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        async with running.client.stream("POST", "/v1/chat/completions", json=body, headers=running.auth) as answer:
+            async for _ in answer.aiter_raw():
+                break
+
+        async with asyncio.timeout(1):
+            await replica.seen[0].gone.wait()
+        await _idle(running)
+
+
+async def _idle(running: Running) -> None:
+    """Every promise is released when nobody waits any more."""
+    async with asyncio.timeout(2):
+        while True:
+            states = (await running.admin.get("/admin/v1/replicas")).json()["replicas"]
+            if all(state["inflight"] == 0 and state["promised_tokens"] == 0 for state in states):
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_a_text_prompt_goes_back_to_the_replica_that_saw_it(tmp_path: Path) -> None:
+    async with stub(says("hi")) as one, stub(says("hi")) as two, gateway(tmp_path, one, two) as running:
+        talk = "tell me a long story about the sea. " * 60
+
+        for turn in range(4):
+            await running.chat(talk + "and then? " * turn)
+
+        assert sorted((len(one.seen), len(two.seen))) == [0, 4]

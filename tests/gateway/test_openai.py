@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.openai import ApiError, Endpoint, parse_request
+
+CHAT: Endpoint = "/v1/chat/completions"
+TEXT: Endpoint = "/v1/completions"
+
+
+def test_splicing_keeps_every_byte_of_the_clients_fields() -> None:
+    body = b' {"model": "m",  "messages":[{"role":"user","content":"h\\u00e9"}], "odd" : 1.50 }'
+    request = parse_request(CHAT, body, open_access=False)
+
+    sent = request.upstream_body({"warmpath": {"salt": "s"}})
+
+    assert sent.endswith(body.strip()[1:])
+    assert msgspec.json.decode(sent)["warmpath"] == {"salt": "s"}
+
+
+def test_a_body_that_needs_nothing_is_sent_as_it_came() -> None:
+    body = b'{"model":"m","prompt":"x"}'
+
+    assert parse_request(TEXT, body, open_access=False).upstream_body({}) is body
+
+
+@pytest.mark.parametrize("asked", [None, {}, {"include_usage": False}])
+def test_usage_is_asked_for_once(asked: dict[str, bool] | None) -> None:
+    fields: dict[str, object] = {"model": "m", "prompt": "x", "stream": True}
+    if asked is not None:
+        fields["stream_options"] = asked
+    request = parse_request(TEXT, msgspec.json.encode(fields), open_access=False)
+
+    sent = request.upstream_body({})
+
+    assert not request.include_usage
+    assert sent.count(b"stream_options") == 1
+    assert msgspec.json.decode(sent)["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b"", "invalid_json", None),
+        (b"not json", "invalid_json", None),
+        (b'{"model":"m"', "invalid_json", None),
+        (b'{"model":"m","messages":[]} x', "invalid_json", None),
+        (b'\xff\xfe{"model":"m"}', "invalid_json", None),
+        (b"[]", "invalid_type", None),
+        (b'{"messages":[]}', "invalid_type", "model"),
+        (b'{"model":null,"messages":[]}', "invalid_type", "model"),
+        (b'{"model":1,"messages":[]}', "invalid_type", "model"),
+        (b'{"model":"m"}', "missing_required_parameter", "messages"),
+        (b'{"model":"m","messages":"hi"}', "invalid_type", "messages"),
+        (b'{"model":"m","messages":[],"stream":"yes"}', "invalid_type", "stream"),
+        (b'{"model":"m","messages":[],"stream":1}', "invalid_type", "stream"),
+        (b'{"model":"m","messages":[],"seed":1.5}', "invalid_type", "seed"),
+        (b'{"model":"m","messages":[],"stream_options":{}}', "invalid_value", "stream_options"),
+        (b'{"model":"m","messages":[],"chat_template":"{{ x }}"}', "unknown_parameter", "chat_template"),
+        (b'{"model":"m","messages":[],"cache_salt":"mine"}', "unknown_parameter", "cache_salt"),
+        (b'{"model":"m","messages":[],"warmpath":{}}', "unknown_parameter", "warmpath"),
+    ],
+)
+def test_what_is_wrong_is_a_400_that_names_it(body: bytes, code: str, param: str | None) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_request(CHAT, body, open_access=False)
+
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, code, param)
+
+
+@pytest.mark.parametrize("inside", [b'"\xff"', b"[" * 100_000 + b"]" * 100_000, b'"\\ud800"'])
+def test_what_the_first_scan_skips_is_found_when_the_prompt_is_read(inside: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_request(CHAT, b'{"model":"m","messages":[' + inside + b"]}", open_access=False).fields()
+
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_an_open_gateway_passes_engine_fields_on_but_not_our_own() -> None:
+    body = b'{"model":"m","messages":[],"cache_salt":"mine"}'
+
+    assert parse_request(CHAT, body, open_access=True).body == body
+    with pytest.raises(ApiError):
+        parse_request(CHAT, b'{"model":"m","messages":[],"warmpath":{}}', open_access=True)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_no_body_raises_anything_but_an_api_error(body: bytes) -> None:
+    with contextlib.suppress(ApiError):
+        parse_request(CHAT, body, open_access=False)
