@@ -10,13 +10,15 @@ from typing import Any, Final
 import click
 import httpx
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 
 __all__ = ["keys", "replicas"]
 
 _TIMEOUT_S: Final = 5.0
+_PIPE_WIDTH: Final = 240
 _CONNECTION: Final = Path(".warmpath/connection.json")
 
 Replica = Mapping[str, Any]
@@ -43,6 +45,16 @@ class AdminClient:
         if not answer.is_success:
             raise click.ClickException(f"{answer.status_code}: {_message(answer)}")
         return answer.json() if answer.content else None
+
+
+def _console() -> Console:
+    """Into a pipe go whole lines, however long; rich would fold them at 80 characters."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
+
+
+def _table(*columns: str) -> Table:
+    return Table(*(Column(name, no_wrap=True) for name in columns), box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def _message(answer: httpx.Response) -> str:
@@ -107,7 +119,7 @@ def replicas(
         return
     table = ReplicaTable()
     if not watch:
-        Console().print(table.render(_replicas(admin), time.monotonic()))
+        _console().print(table.render(_replicas(admin), time.monotonic()))
         return
     with Live(console=Console(), auto_refresh=False) as live:
         try:
@@ -130,7 +142,7 @@ class ReplicaTable:
         self._before: dict[str, tuple[float, int]] = {}
 
     def render(self, found: list[Replica], now: float) -> Table:
-        table = Table("replica", "model", "state", "trust", "running", "waiting", "KV used", "tokens/s", "hit rate")
+        table = _table("replica", "model", "state", "trust", "running", "waiting", "KV used", "tokens/s", "hit rate")
         for replica in found:
             table.add_row(*self._row(replica, now))
         return table
@@ -218,7 +230,7 @@ def create_key(
 @_admin_options
 def list_keys(admin_url: str | None, admin_key: str | None, connection: Path) -> None:
     """Show every key but not its secret."""
-    table = Table("id", "kind", "name", "tenant", "requests/min", "debug", "state")
+    table = _table("id", "kind", "name", "tenant", "requests/min", "debug", "state")
     for key in _admin_client(admin_url, admin_key, connection).call("GET", "/keys")["keys"]:
         table.add_row(
             key["id"],
@@ -229,7 +241,7 @@ def list_keys(admin_url: str | None, admin_key: str | None, connection: Path) ->
             "yes" if key["debug"] else "",
             "[red]revoked[/]" if key["revoked"] else "valid",
         )
-    Console().print(table)
+    _console().print(table)
 
 
 @keys.command("revoke")

@@ -1,0 +1,24 @@
+"""What all tests share: how slow a property test may be, and what happens to a test whose needs are not met."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# Machines that run tests are shared and noisy: a slow example says nothing, a slow suite does.
+settings.register_profile("default", deadline=None)
+settings.load_profile("default")
+
+REQUIRE_ALL = os.environ.get("WARMPATH_TESTS_REQUIRE_ALL") == "1"
+"""Set in CI: what cannot be tested there fails."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:  # type: ignore[misc]
+    report: pytest.TestReport = yield
+    if REQUIRE_ALL and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which CI does not allow: {report.longrepr}"
+    return report

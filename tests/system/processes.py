@@ -1,0 +1,126 @@
+"""Whole systems as a user starts them: the `warmpath` command in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+
+WARMPATH = str(Path(sys.executable).with_name("warmpath"))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has now; below the kernel's own range, so that no connection takes one meanwhile."""
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        for port in range(20000 + os.getpid() % 1000 * 10, 32000):
+            probe = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise AssertionError("no free ports")
+
+
+def wait_until(condition: Callable[[], bool], within_s: float, what: str) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
+
+
+@dataclass
+class Up:
+    """A running `warmpath up`."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    base_url: str
+    api_key: str
+    admin_url: str
+    admin_key: str
+    started_in_s: float
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0, timeout=60)
+
+    @property
+    def model(self) -> str:
+        with self.client as client:
+            return next(iter(client.models.list())).id
+
+    def admin(self, method: str, path: str, **options: object) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.admin_key}"}
+        return httpx.request(method, f"{self.admin_url}/admin/v1{path}", headers=headers, **options)  # type: ignore[arg-type]
+
+    def run(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Another `warmpath` command in the same folder."""
+        return subprocess.run([WARMPATH, *args], cwd=self.folder, capture_output=True, text=True, timeout=240)
+
+
+def start_up(folder: Path, *args: str) -> Up:
+    """Start `warmpath up` in `folder` and wait for its ready line."""
+    started = time.monotonic()
+    port, admin_port = map(str, free_ports(2))
+    ports = ("--port", port, "--admin-port", admin_port)
+    process = subprocess.Popen(
+        [WARMPATH, "up", *ports, *args], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    ready = dict(re.findall(r"(\w+)=(\S+)", line))
+    if not line.startswith("ready: "):
+        process.kill()
+        _, stderr = process.communicate()
+        raise AssertionError(f"not ready: {line!r} {stderr}")
+    return Up(process, folder, **ready, started_in_s=time.monotonic() - started)
+
+
+def interrupt(up: Up) -> float:
+    """Ctrl-C; how long the end took, in seconds."""
+    began = time.monotonic()
+    up.process.send_signal(signal.SIGINT)
+    up.process.communicate(timeout=15)
+    return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def running_up(folder: Path, *args: str) -> Iterator[Up]:
+    up = start_up(folder, *args)
+    try:
+        yield up
+    finally:
+        if up.process.poll() is None:
+            interrupt(up)
+
+
+def processes_of(up: Up) -> set[int]:
+    """Ids of the processes that `up` started, their children included."""
+    found: set[int] = set()
+    todo = [up.process.pid]
+    while todo:
+        pid = todo.pop()
+        with contextlib.suppress(FileNotFoundError):
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            found |= set(map(int, children))
+            todo += map(int, children)
+    return found
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False

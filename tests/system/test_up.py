@@ -1,0 +1,186 @@
+"""`warmpath up` as a user meets it, over simulated replicas: the same gateway, server and scheduler, ready in seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.system.processes import (
+    WARMPATH,
+    Up,
+    alive,
+    interrupt,
+    processes_of,
+    running_up,
+    start_up,
+    wait_until,
+)
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    with running_up(tmp_path_factory.mktemp("up"), "--model", "simulated") as system:
+        yield system
+
+
+def test_it_is_ready_in_seconds_and_says_how_to_use_it(up: Up) -> None:
+    assert up.started_in_s < 15
+    assert up.base_url.endswith("/v1")
+    assert up.api_key.startswith("wp-")
+    assert up.admin_key.startswith("wpa-")
+
+
+def test_an_openai_client_streams_a_made_up_answer(up: Up) -> None:
+    with up.client as client:
+        chunks = client.chat.completions.create(
+            model=up.model, messages=[{"role": "user", "content": "Tell me a story"}], max_tokens=5, stream=True
+        )
+
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    assert text
+
+
+def test_a_second_turn_goes_back_to_the_replica_that_holds_the_first(up: Up) -> None:
+    story = "Once upon a time there was a fox who lived by the sea. " * 20
+    with up.client as client:
+        replicas, cached = [], []
+        for turn in range(4):
+            raw = client.chat.completions.with_raw_response.create(
+                model=up.model,
+                messages=[{"role": "user", "content": story + "And then? " * turn}],
+                max_tokens=2,
+            )
+            replicas.append(raw.headers["x-warmpath-decision"].split(",")[0])
+            usage = raw.parse().usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            cached.append(usage.prompt_tokens_details.cached_tokens or 0)
+
+    assert len(set(replicas)) == 1
+    assert cached[0] < 32
+    assert all(count >= len(story) // 4 // 16 * 16 - 16 for count in cached[1:])
+
+
+def test_every_answer_has_the_callers_request_id(up: Up) -> None:
+    headers = {"authorization": f"Bearer {up.api_key}", "x-request-id": "mine-1"}
+
+    assert httpx.get(f"{up.base_url}/models", headers=headers).headers["x-request-id"] == "mine-1"
+    assert httpx.get(f"{up.base_url}/nothing").headers["x-request-id"].startswith("req-")
+
+
+def test_replicas_and_keys_can_be_asked_for(up: Up) -> None:
+    table = up.run("replicas")
+    made = up.run("keys", "create", "--name", "someone")
+    listed = up.run("keys", "list")
+
+    assert table.stdout.count("ready") == 2
+    assert "worker-0" in table.stdout
+    assert made.stdout.startswith("wp-")
+    assert "someone" in listed.stdout
+    assert made.stdout.strip() not in listed.stdout, "a secret is shown once"
+
+
+def test_metrics_tell_what_happened(up: Up) -> None:
+    with up.client as client:
+        client.completions.create(model=up.model, prompt="hello", max_tokens=2)
+
+    text = httpx.get(f"{up.admin_url}/metrics").text
+
+    assert f'warmpath_requests_total{{model="{up.model}",status="200"}}' in text
+    assert 'warmpath_replica_healthy{model="simulated",replica="worker-0"} 1.0' in text
+
+
+def test_a_drained_replica_gets_nothing_new(up: Up) -> None:
+    up.admin("POST", "/replicas/worker-0/drain", json={"deadline_s": 5}).raise_for_status()
+    try:
+        with up.client as client:
+            for number in range(6):
+                raw = client.completions.with_raw_response.create(
+                    model=up.model, prompt=f"{number} hello", max_tokens=1
+                )
+                assert 'replica="worker-1"' in raw.headers["x-warmpath-decision"]
+    finally:
+        up.admin("DELETE", "/replicas/worker-0/drain").raise_for_status()
+
+
+def test_ctrl_c_ends_everything_and_the_next_start_has_the_same_keys(tmp_path: Path) -> None:
+    first = start_up(tmp_path, "--model", "simulated", "--workers", "1")
+    children = processes_of(first)
+
+    took_s = interrupt(first)
+
+    assert took_s < 5
+    assert first.process.returncode == 0
+    assert len(children) >= 2
+    assert not [pid for pid in children if alive(pid)]
+    with running_up(tmp_path, "--model", "simulated", "--workers", "1") as second:
+        assert (second.api_key, second.admin_key) == (first.api_key, first.admin_key)
+
+
+def test_a_killed_up_leaves_no_process_behind(tmp_path: Path) -> None:
+    up = start_up(tmp_path, "--model", "simulated", "--workers", "1")
+    children = processes_of(up)
+
+    os.kill(up.process.pid, signal.SIGKILL)
+    up.process.communicate()
+
+    wait_until(lambda: not any(map(alive, children)), 10, "its children end")
+
+
+def test_a_dead_worker_ends_up_with_one_clear_line(tmp_path: Path) -> None:
+    up = start_up(tmp_path, "--model", "simulated", "--workers", "1")
+    worker = next(pid for pid in processes_of(up) if b"workers" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    os.kill(worker, signal.SIGKILL)
+    _, stderr = up.process.communicate(timeout=15)
+
+    assert up.process.returncode == 1
+    assert "worker-0 ended with code -9" in stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--model", "/no/such/folder"], "MODEL=simulated"),
+        (["--model", "simulated", "--", "--no-such-option"], "No such option"),
+    ],
+)
+def test_what_cannot_start_says_so_and_fails(tmp_path: Path, args: list[str], says: str) -> None:
+    failed = _up(tmp_path, "--port", "28711", "--admin-port", "28712", *args)
+
+    assert failed.returncode != 0
+    assert says in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        failed = _up(tmp_path, "--model", "simulated", "--port", str(port))
+
+    assert failed.returncode != 0
+    assert f"port {port} is in use" in failed.stderr
+
+
+def test_a_state_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".warmpath").write_text("a file in its place")
+
+    failed = _up(tmp_path, "--model", "simulated", "--port", "28721", "--admin-port", "28722")
+
+    assert failed.returncode != 0
+    assert ".warmpath" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def _up(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([WARMPATH, "up", *args], cwd=folder, capture_output=True, text=True, timeout=60)
