@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from gateway.openai import ApiError, GenerationRequest
@@ -92,7 +92,7 @@ def _token_ids(request: GenerationRequest, prompter: Prompter) -> tuple[Any, boo
     """Ids to route by, and whether they are the whole prompt. A body with several prompts is routed by its first."""
     fields = request.fields()
     if request.is_chat:
-        return prompter.encode_chat(fields, now=datetime.now().astimezone()), True
+        return prompter.encode_chat(fields, now=datetime.now(UTC)), True
     prompt = fields["prompt"]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         first, single = prompt[0], len(prompt) == 1

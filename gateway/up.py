@@ -75,9 +75,11 @@ class Child:
         if self.process.returncode is not None:
             raise click.ClickException(f"{self.name} ended with code {self.process.returncode}:\n{self.log_tail()}")
 
+    def log_lines(self) -> list[str]:
+        return self._log.read_text(errors="replace").splitlines()
+
     def log_tail(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
-        return "\n".join(f"  {line}" for line in lines[-_LOG_TAIL_LINES:]) + f"\n  (all of it: {self._log})"
+        return "\n".join(f"  {line}" for line in self.log_lines()[-_LOG_TAIL_LINES:]) + f"\n  (all of it: {self._log})"
 
 
 class Children:
@@ -195,33 +197,34 @@ async def _run(plan: Plan) -> None:
 
 async def _serve(plan: Plan, connection: Connection, children: Children) -> None:
     """Start everything, tell the user, and wait. Ends only by an exception or by cancellation."""
-    model = await _fetch_model(plan.model)
+    await _fetch_model(plan.model)
     async with httpx.AsyncClient(timeout=_FIRST_ANSWER_S) as http:
         await _start_gateway(plan, connection, children, http)
-        await _start_workers(plan, model, connection, children, http)
+        await _start_workers(plan, connection, children, http)
         served = await _first_answer(connection, http)
     _tell(connection, served, children)
     dead = await children.wait_for_a_death()
     dead.require_alive()
 
 
-async def _fetch_model(model: str) -> str:
-    """The model as a local path. The child shows its own progress and its own one-line error."""
+async def _fetch_model(model: str) -> None:
+    """Bring the model here, once for all workers. The child shows its own progress and its own one-line error."""
     if model == "simulated":
-        return model
+        return
     _say(f"model: {model}")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "workers", "fetch", model, stdout=asyncio.subprocess.PIPE, preexec_fn=_die_with_parent
+        *(sys.executable, "-m", "workers", "fetch", model),
+        stdout=asyncio.subprocess.DEVNULL,
+        preexec_fn=_die_with_parent,
     )
     try:
-        out, _ = await process.communicate()
+        code = await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode != 0:
+    if code != 0:
         raise click.ClickException("the model cannot be had; MODEL=simulated runs without one")
-    return out.decode().strip()
 
 
 async def _start_gateway(plan: Plan, connection: Connection, children: Children, http: httpx.AsyncClient) -> None:
@@ -242,12 +245,10 @@ async def _start_gateway(plan: Plan, connection: Connection, children: Children,
             await asyncio.sleep(_POLL_S)
 
 
-async def _start_workers(
-    plan: Plan, model: str, connection: Connection, children: Children, http: httpx.AsyncClient
-) -> None:
+async def _start_workers(plan: Plan, connection: Connection, children: Children, http: httpx.AsyncClient) -> None:
     threads = max(1, (os.cpu_count() or 1) // plan.workers)
-    args = ["workers", model, "--host", _HOST, "--gateway", connection.admin_url]
-    if model != "simulated":
+    args = ["workers", plan.model, "--host", _HOST, "--gateway", connection.admin_url]
+    if plan.model != "simulated":
         args += ["--threads", str(threads)]
     for number in range(plan.workers):
         name = f"worker-{number}"
@@ -298,6 +299,10 @@ def _tell(connection: Connection, model: str, children: Children) -> None:
     -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 """
     )
+    for child in children.running:
+        for line in child.log_lines():
+            if line.startswith("running "):
+                click.echo(f"  {child.name}: {line}")
     click.echo("  live table: warmpath replicas --watch      end: Ctrl-C")
 
 

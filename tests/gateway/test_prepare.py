@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from gateway.openai import ApiError, Endpoint, GenerationRequest, parse_request
+from gateway.prepare import PreparedPrompt, Preparer, Prompters
+from router import Pool, block_names, root_name
+from router.prompt import TokenizerFiles, load_prompter
+from router.wire import unpack_ids
+
+FILES = TokenizerFiles(kind="trivial")
+TOKENS = Pool(model="m", revision="r", key_space="tokens", created=0.0, block_size=16, tokenizer_digest=FILES.digest)
+TEXT = Pool(model="m", revision="", key_space="text", created=0.0, block_size=64)
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def request(endpoint: Endpoint = "/v1/chat/completions", **fields: object) -> GenerationRequest:
+    return parse_request(endpoint, msgspec.json.encode({"model": "m", **fields}), open_access=False)
+
+
+async def prepare(
+    executor: ThreadPoolExecutor, wanted: GenerationRequest, pool: Pool, salt: str = "s"
+) -> PreparedPrompt:
+    prompters = Prompters(executor)
+    await prompters.load(FILES)
+    return await Preparer(prompters, executor).prepare(wanted, pool, salt)
+
+
+def ids_of(prompt: PreparedPrompt) -> list[int]:
+    assert prompt.ids is not None
+    return list(unpack_ids(base64.b64decode(prompt.ids)))
+
+
+@pytest.mark.parametrize("size", [10, 20_000], ids=["on the loop", "in the thread"])
+async def test_a_chat_is_rendered_tokenized_and_named_once(executor: ThreadPoolExecutor, size: int) -> None:
+    wanted = request(messages=[{"role": "user", "content": "x" * size}])
+
+    prompt = await prepare(executor, wanted, TOKENS)
+
+    ids = ids_of(prompt)
+    assert load_prompter(FILES).decode(ids, skip_special_tokens=False).count("x") == size
+    assert prompt.num_tokens == len(ids)
+    assert prompt.names == block_names(base64.b64decode(prompt.ids or ""), root_name(model="m", revision="r", salt="s"))
+
+
+async def test_the_salt_separates_names(executor: ThreadPoolExecutor) -> None:
+    wanted = request("/v1/completions", prompt="a" * 640)
+
+    one, other = [await prepare(executor, wanted, TOKENS, salt) for salt in ("a", "b")]
+
+    assert one.ids == other.ids
+    assert not set(one.names) & set(other.names)
+
+
+async def test_every_form_of_one_prompt_is_the_same_prompt(executor: ThreadPoolExecutor) -> None:
+    text = await prepare(executor, request("/v1/completions", prompt="hello you"), TOKENS)
+    ids = ids_of(text)
+
+    for prompt in (["hello you"], ids, [ids]):
+        assert await prepare(executor, request("/v1/completions", prompt=prompt), TOKENS) == text
+
+
+async def test_several_prompts_are_routed_by_the_first_and_tokenized_by_the_replica(
+    executor: ThreadPoolExecutor,
+) -> None:
+    prompt = await prepare(executor, request("/v1/completions", prompt=["a" * 64, "b"]), TOKENS)
+
+    assert prompt.ids is None
+    assert len(prompt.names) == 1
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], {}, 5, None, [True], [1, "a"], [-1], [1 << 40], [1.5], [["a"]]])
+async def test_what_is_no_prompt_is_a_400(executor: ThreadPoolExecutor, prompt: object) -> None:
+    with pytest.raises(ApiError) as caught:
+        await prepare(executor, request("/v1/completions", prompt=prompt), TOKENS)
+
+    assert caught.value.status == 400
+
+
+async def test_without_a_tokenizer_a_talk_continues_the_names_of_its_past(executor: ThreadPoolExecutor) -> None:
+    talk = [{"role": "user", "content": "tell me of the sea. " * 40}]
+    longer = [*talk, {"role": "assistant", "content": "It is wide."}, {"role": "user", "content": "And then?"}]
+
+    before = await prepare(executor, request(messages=talk), TEXT)
+    after = await prepare(executor, request(messages=longer), TEXT)
+
+    assert before.ids is None
+    assert len(before.names) > 2
+    assert after.names[: len(before.names)] == before.names

@@ -1,0 +1,151 @@
+"""The watcher over real workers: simulated engines behind their real server, followed over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from gateway.http1 import Http1Upstream
+from gateway.prepare import Prompters
+from gateway.watch import Watcher
+from router import ReplicaView, Router, Trust
+from router.prompt import TokenizerFiles
+from router.wire import ReplicaSpec
+from tests.gateway.stub import says, stub
+from tests.replicas import CREDENTIAL, Replica, running, simulated_engine
+from tests.serving import eventually
+
+
+class Watched:
+    """A router, and a watcher that fills it."""
+
+    def __init__(self, executor: ThreadPoolExecutor) -> None:
+        self.router = Router()
+        self.upstream = Http1Upstream()
+        self.prompters = Prompters(executor)
+        self.watcher = Watcher(self.router, self.upstream, self.prompters, clock=time.monotonic)
+
+    def watch(self, spec: ReplicaSpec, replica_id: str = "r") -> None:
+        self.router.add(replica_id, spec, time.monotonic())
+        self.watcher.start(replica_id, spec)
+
+    @property
+    def view(self) -> ReplicaView:
+        return next(view for view in self.router.replicas() if view.id == "r")
+
+    async def until(self, condition: Callable[[ReplicaView], bool]) -> None:
+        await eventually(lambda: condition(self.view), within_s=10)
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[Watched]:
+    with ThreadPoolExecutor(1) as executor:
+        made = Watched(executor)
+        try:
+            yield made
+        finally:
+            await made.watcher.aclose()
+            await made.upstream.aclose()
+
+
+def worker() -> contextlib.AbstractAsyncContextManager[Replica]:
+    return running(simulated_engine(), TokenizerFiles(kind="trivial"))
+
+
+def spec_of(url: str, **fields: str) -> ReplicaSpec:
+    return ReplicaSpec(**{"url": url, "model": "simulated", "credential": CREDENTIAL, **fields})  # type: ignore[arg-type]
+
+
+async def complete(replica: Replica, prompt: str) -> None:
+    async with httpx.AsyncClient(base_url=replica.base_url) as client:
+        body = {"model": replica.model, "prompt": prompt, "max_tokens": 1}
+        (await client.post("/v1/completions", json=body)).raise_for_status()
+
+
+async def test_a_worker_is_healthy_once_its_stream_speaks_and_its_blocks_become_known(watched: Watched) -> None:
+    async with worker() as replica:
+        watched.watch(spec_of(replica.base_url))
+        await watched.until(lambda view: view.healthy and view.trust is Trust.EXACT)
+
+        await complete(replica, "a" * 640)
+
+        await watched.until(lambda view: view.confirmed_blocks == 10)
+        pool = watched.router.pool("simulated")
+        assert pool is not None
+        assert watched.prompters.get(pool.tokenizer_digest) is not None
+
+
+async def test_what_a_worker_held_before_is_known_too(watched: Watched) -> None:
+    async with worker() as replica:
+        await complete(replica, "b" * 640)
+
+        watched.watch(spec_of(replica.base_url))
+
+        await watched.until(lambda view: view.confirmed_blocks == 10 and view.trust is Trust.EXACT)
+
+
+async def test_a_worker_that_is_gone_is_down_and_one_that_comes_back_holds_nothing(watched: Watched) -> None:
+    async with worker() as replica:
+        url = replica.base_url
+        watched.watch(spec_of(url))
+        await complete(replica, "c" * 640)
+        await watched.until(lambda view: view.confirmed_blocks == 10)
+    await watched.until(lambda view: not view.healthy)
+
+    async with running(simulated_engine(), TokenizerFiles(kind="trivial"), port=httpx.URL(url).port or 0):
+        await watched.until(lambda view: view.healthy and view.trust is Trust.EXACT)
+
+        assert watched.view.confirmed_blocks == 0
+
+
+async def test_a_worker_that_serves_another_model_is_kept_out(watched: Watched) -> None:
+    async with worker() as replica:
+        watched.watch(spec_of(replica.base_url, model="something-else"))
+
+        await watched.until(lambda view: "simulated" in view.mismatch)
+
+        assert not watched.view.healthy
+
+
+async def test_a_wrong_credential_keeps_a_worker_out(watched: Watched) -> None:
+    async with worker() as replica:
+        watched.watch(spec_of(replica.base_url, credential="wrong"))
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await watched.until(lambda view: view.healthy)
+
+
+async def test_a_foreign_replica_is_healthy_by_its_list_of_models_and_named_by_it(watched: Watched) -> None:
+    async with stub(says("hi"), models=["its-own-name", "another"]) as replica:
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
+
+        await watched.until(lambda view: view.healthy)
+
+        assert watched.router.models() == ["its-own-name"]
+        assert watched.view.trust is Trust.LEARNING
+
+
+async def test_a_foreign_replica_that_is_gone_is_down(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.watch._PROBE_EVERY_S", 0.05)
+    async with stub(says("hi")) as replica:
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
+        await watched.until(lambda view: view.healthy)
+
+    await watched.until(lambda view: not view.healthy)
+
+
+async def test_a_replica_that_is_no_longer_watched_costs_nothing(watched: Watched) -> None:
+    async with worker() as replica:
+        watched.watch(spec_of(replica.base_url))
+        await watched.until(lambda view: view.healthy)
+
+        watched.watcher.stop("r")
+
+        await eventually(lambda: watched.upstream.in_use == 0)

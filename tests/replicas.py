@@ -1,0 +1,97 @@
+"""Real replicas for tests: an engine behind its server, on a port of its own, in this event loop or in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from router.prompt import TokenizerFiles, load_prompter
+from tests.serving import serving
+from workers.client import EngineClient, InProcessEngineClient
+from workers.engine import Engine
+from workers.server import ReplicaApp
+from workers.simulated import SIMULATED_TOKEN_BUDGET, SimulatedRunner, TimeModel, simulated_info
+
+CREDENTIAL = "replica-credential"
+
+
+@dataclass(frozen=True)
+class Replica:
+    base_url: str
+    credential: str
+    model: str
+    max_model_len: int
+
+    def client(self, *, credential: bool = True) -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {self.credential}"} if credential else {}
+        return httpx.AsyncClient(base_url=self.base_url, headers=headers, timeout=30, trust_env=False)
+
+
+def simulated_engine(*, speedup: float = 50.0, kv_tokens: int = 1 << 14) -> InProcessEngineClient:
+    info = simulated_info(kv_tokens=kv_tokens, max_model_len=2048)
+    runner = SimulatedRunner(info, TimeModel(speedup=speedup))
+    return InProcessEngineClient(Engine(runner, token_budget=SIMULATED_TOKEN_BUDGET, clock=runner.clock))
+
+
+@asynccontextmanager
+async def running(engine: EngineClient, files: TokenizerFiles, *, port: int = 0) -> AsyncIterator[Replica]:
+    """An engine behind its server."""
+    info = await engine.start()
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            app = ReplicaApp(
+                engine=engine,
+                info=info,
+                files=files,
+                prompter=load_prompter(files),
+                executor=executor,
+                credential=CREDENTIAL,
+                on_loopback=True,
+            )
+            async with serving(app, port=port) as url:
+                try:
+                    yield Replica(url, CREDENTIAL, info.model, info.max_model_len)
+                finally:
+                    app.close_streams()
+    finally:
+        await engine.stop()
+
+
+@contextmanager
+def in_a_thread(start: Callable[[], AbstractAsyncContextManager[Replica]]) -> Iterator[Replica]:
+    """Tests have an event loop each; what outlives them needs its own."""
+    ready: Future[Replica] = Future()
+    loop = asyncio.new_event_loop()
+    done = asyncio.Event()
+
+    async def run() -> None:
+        try:
+            async with start() as replica:
+                ready.set_result(replica)
+                await done.wait()
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    def run_loop() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(run())
+
+    thread = threading.Thread(target=run_loop)
+    thread.start()
+    try:
+        yield ready.result(timeout=120)
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
+
+
+def start_simulated() -> AbstractAsyncContextManager[Replica]:
+    return running(simulated_engine(), TokenizerFiles(kind="trivial"))
