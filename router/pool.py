@@ -101,3 +101,14 @@ class Members:
         """Prefill rate of a replica that was not measured yet: its peers run the same model, so theirs is the best guess."""
         known = [replica.rate for replica in self.replicas.values() if replica.rate is not None]
         return sum(known) / len(known) if known else prior
+
+    @staticmethod
+    def rate_of(replica: Replica, usual: float, same_within: float) -> float:
+        """The rate to reckon with: its own only where it is clearly not that of its peers.
+
+        Equal replicas measure apart, by what else their machines do and by the prompts that they got. Taken at face value
+        that would move talks from one to the other for nothing; and a replica that once looked slow would get no prompt that
+        could show otherwise.
+        """
+        rate = replica.rate
+        return usual if rate is None or usual / same_within <= rate <= usual * same_within else rate

@@ -369,7 +369,7 @@ class Router:
         least_wait = math.inf
         rows = []
         for replica in members.replicas.values():
-            rate = replica.rate or usual_rate
+            rate = members.rate_of(replica, usual_rate, settings.same_rate_within)
             matched = depths.get(replica.holding.slot, 0) * block_size
             wait = replica.wait_s(now, rate)
             why_not = "excluded" if replica.id in exclude else replica.why_not(now)

@@ -27,6 +27,8 @@ class RoutingSettings:
     tie_ratio: float = 0.05
     """Costs this close to the least are equal: rates are measured, and their noise must not send every new prompt to the
     replica that happened to measure best."""
+    same_rate_within: float = 1.3
+    """A measured prefill rate within this factor of its pool's mean counts as that mean."""
     optimistic_ttl_s: float = 3.0
     """How long a block that was sent to a replica with events counts without its event, once the prompt was answered."""
     learned_ttl_s: float = 600.0
@@ -56,7 +58,8 @@ class RoutingSettings:
             value = getattr(self, name)
             if not 0 <= value < float("inf") or (value == 0 and name not in _MAY_BE_ZERO):
                 faults.append(f"{name} is {value}, out of range")
-        if self.max_w < 1:
-            faults.append(f"max_w is {self.max_w}, below 1")
+        for name in ("max_w", "same_rate_within"):
+            if getattr(self, name) < 1:
+                faults.append(f"{name} is {getattr(self, name)}, below 1")
         if faults:
             raise ValueError("; ".join(faults))

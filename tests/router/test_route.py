@@ -136,6 +136,26 @@ def test_a_rate_that_is_not_known_yet_is_taken_from_the_peers() -> None:
     assert turn.candidates[1].own_s == pytest.approx(700 / 100 + 0.02)
 
 
+def test_a_talk_stays_although_its_replica_measured_a_little_slower() -> None:
+    router = own_fleet(2)
+    ids = tokens(1, 208)
+    router.apply("r0", batch(1, query(ids).names), 0.0)
+    router.apply("r0", load(1, rate=800), 0.0)
+    router.apply("r1", load(0, rate=1200), 0.0)
+
+    assert decide(router, query(ids + tokens(2, 600))).replica_id == "r0"
+
+
+def test_a_replica_of_another_kind_of_machine_is_judged_by_its_own_rate() -> None:
+    router = own_fleet(2)
+    router.apply("r0", load(0, rate=1000), 0.0)
+    router.apply("r1", load(0, rate=4000), 0.0)
+
+    candidates = decide(router, query(tokens(1, 4000))).candidates
+
+    assert [round(candidate.own_s, 2) for candidate in candidates] == [4.02, 1.02]
+
+
 @pytest.mark.parametrize("policy", ["round_robin", "random"])
 def test_the_baselines_can_be_chosen(policy: str) -> None:
     router = own_fleet(2, RoutingSettings(policy=policy))  # type: ignore[arg-type]
