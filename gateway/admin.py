@@ -299,6 +299,7 @@ ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         handle=_beat,
         body=HeartbeatRequest,
         answer=LeaseBody,
+        is_logged=False,  # each worker, every few seconds; it is news only when it stops
     ),
     Endpoint(
         method="DELETE",

@@ -66,15 +66,17 @@ def _check_size(size: int, limit: int) -> None:
 
 
 class while_connected:  # noqa: N801
-    """``async with while_connected(receive):`` runs its block as long as the client is there.
+    """``async with while_connected(receive, reply):`` runs its block as long as the client is there.
 
     When the client leaves, the block is cancelled where it waits and `ClientGone` comes out: every `finally` inside runs,
     so the upstream connection closes and the reservation is released. A cancellation from elsewhere passes through
-    unchanged (the same accounting as `asyncio.timeout`).
+    unchanged (the same accounting as `asyncio.timeout`). Once `reply` went out whole there is nobody to lose: servers then
+    report a disconnect at once, and what the block still has to do is between us and the replica.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, reply: Reply) -> None:
         self._receive = receive
+        self._reply = reply
         self._gone = False
 
     async def __aenter__(self) -> None:
@@ -94,8 +96,9 @@ class while_connected:  # noqa: N801
     async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
-        self._task.cancel()
+        if not self._reply.complete:
+            self._gone = True
+            self._task.cancel()
 
 
 class Reply:
@@ -106,6 +109,8 @@ class Reply:
         self.request_id = request_id
         self.status: int | None = None
         """None until the status line went out: until then every ending is still possible."""
+        self.complete = False
+        """Whether its last byte was handed to the server."""
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
         self.status = status
@@ -122,6 +127,7 @@ class Reply:
 
     async def end(self, data: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        self.complete = True
 
     async def json(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
         await self.start(status, [_JSON, (b"content-length", str(len(body)).encode()), *headers])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import click
 import httpx
@@ -33,15 +34,23 @@ class AdminClient:
     """The admin API of one gateway. Every failure is one line and exit code 1."""
 
     def __init__(self, url: str, key: str) -> None:
-        self._http = httpx.Client(
-            base_url=f"{url.rstrip('/')}/admin/v1", headers={"authorization": f"Bearer {key}"}, timeout=_TIMEOUT_S
-        )
+        try:
+            self._http = httpx.Client(
+                base_url=f"{url.rstrip('/')}/admin/v1",
+                headers={"authorization": f"Bearer {key}".encode()},
+                timeout=_TIMEOUT_S,
+                trust_env=False,  # a proxy for the way out knows nothing of this machine or its neighbours
+            )
+        except httpx.InvalidURL as error:
+            raise click.ClickException(f"'{url}' is no URL: {error}") from error
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         try:
             answer = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
-            raise click.ClickException(f"no answer from {self._http.base_url}: {error}") from error
+            raise click.ClickException(
+                f"no answer from {self._http.base_url}: {str(error) or type(error).__name__}"
+            ) from error
         if not answer.is_success:
             raise click.ClickException(f"{answer.status_code}: {_message(answer)}")
         return answer.json() if answer.content else None
@@ -249,5 +258,5 @@ def list_keys(admin_url: str | None, admin_key: str | None, connection: Path) ->
 @click.argument("key_id")
 def revoke_key(admin_url: str | None, admin_key: str | None, connection: Path, key_id: str) -> None:
     """Let nobody in with this key any more."""
-    _admin_client(admin_url, admin_key, connection).call("DELETE", f"/keys/{key_id}")
+    _admin_client(admin_url, admin_key, connection).call("DELETE", f"/keys/{quote(key_id, safe='')}")
     click.echo(f"{key_id} revoked")

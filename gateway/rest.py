@@ -84,6 +84,8 @@ class Endpoint(Generic[Context]):
     body: Any = None
     max_body_bytes: int = 64 << 10
     status: int = 200
+    is_logged: bool = True
+    """Whether the log says who called it; GETs never are."""
 
 
 def rest_app(endpoints: Sequence[Endpoint[Context]], context: Context, keys: KeyStore) -> ASGIApp:
@@ -114,8 +116,8 @@ def _guarded(
         body = await _read_body(endpoint, request) if endpoint.body is not None else None
         call = Call(request.path_params, request.query_params, body, key)
         answer = await endpoint.handle(context, call)
-        if key is not None and request.method != "GET":
-            _log.info("%s %s by %s", endpoint.method, endpoint.path, key.id)
+        if key is not None and endpoint.method != "GET" and endpoint.is_logged:
+            _log.info("%s %s by %s", endpoint.method, endpoint.path.format_map(request.path_params), key.id)
         return answer if isinstance(answer, Response) else _json(endpoint.status, msgspec.json.encode(answer))
 
     return answer

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -35,6 +36,8 @@ _FIRST_ANSWER_S: Final = 120.0
 _POLL_S: Final = 0.1
 _STOP_S: Final = 3.5
 """After this a child is killed; Ctrl-C ends everything within 5 s."""
+_CLEAN_UP_S: Final = 2.0
+"""For an interrupted download to remove what it has so far."""
 _LOG_TAIL_LINES: Final = 8
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -171,6 +174,8 @@ def up(model: str, port: int, admin_port: int, workers: int, state_dir: Path, wo
 
 
 async def _run(plan: Plan) -> None:
+    if plan.port == plan.admin_port:
+        raise click.ClickException(f"PORT and ADMIN_PORT are both {plan.port}; they must differ")
     for name, port in (("PORT", plan.port), ("ADMIN_PORT", plan.admin_port)):
         _require_free(name, port)
     connection = _prepare_connection(plan)
@@ -192,39 +197,62 @@ async def _run(plan: Plan) -> None:
     finally:
         serving.cancel()
         stopping.cancel()
+        await asyncio.gather(serving, stopping, return_exceptions=True)  # after it no child can be added
         await children.stop()
 
 
 async def _serve(plan: Plan, connection: Connection, children: Children) -> None:
     """Start everything, tell the user, and wait. Ends only by an exception or by cancellation."""
     await _fetch_model(plan.model)
-    async with httpx.AsyncClient(timeout=_FIRST_ANSWER_S) as http:
+    # No proxy of the environment: it knows nothing of this machine's loopback.
+    async with _deaths_first(children), httpx.AsyncClient(timeout=_FIRST_ANSWER_S, trust_env=False) as http:
         await _start_gateway(plan, connection, children, http)
         await _start_workers(plan, connection, children, http)
-        served = await _first_answer(connection, http)
+        served = await _first_answer(connection, children, http)
     _tell(connection, served, children)
     dead = await children.wait_for_a_death()
     dead.require_alive()
 
 
 async def _fetch_model(model: str) -> None:
-    """Bring the model here, once for all workers. The child shows its own progress and its own one-line error."""
+    """Bring the model here, once for all workers. The child tells its progress and, in one line, its error."""
     if model == "simulated":
         return
     _say(f"model: {model}")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "workers", "fetch", model),
+        stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,  # not ours: what it says about being interrupted is for nobody
+        start_new_session=True,
         preexec_fn=_die_with_parent,
     )
+    assert process.stderr is not None
     try:
+        while said := await process.stderr.read(4096):
+            click.get_binary_stream("stderr").write(said)
+            click.get_binary_stream("stderr").flush()
         code = await process.wait()
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if code != 0:
-        raise click.ClickException("the model cannot be had; MODEL=simulated runs without one")
+        await _end_fetch(process)
+    if code < 0:
+        raise click.ClickException(f"fetching the model ended with code {code}; MODEL=simulated runs without one")
+    if code > 0:
+        raise click.exceptions.Exit(code)
+
+
+async def _end_fetch(process: asyncio.subprocess.Process) -> None:
+    """Interrupt it, so that it removes half a file and ends its downloader; kill both if it does not."""
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CLEAN_UP_S):
+            await process.communicate()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 async def _start_gateway(plan: Plan, connection: Connection, children: Children, http: httpx.AsyncClient) -> None:
@@ -272,7 +300,7 @@ async def _count_ready(connection: Connection, http: httpx.AsyncClient) -> int:
     return sum(replica["healthy"] for replica in answer.json()["replicas"])
 
 
-async def _first_answer(connection: Connection, http: httpx.AsyncClient) -> str:
+async def _first_answer(connection: Connection, children: Children, http: httpx.AsyncClient) -> str:
     """Proof that the whole way works, before anyone is told so. Returns the model's name."""
     headers = _bearer(connection.api_key)
     models = await http.get(f"{connection.base_url}/models", headers=headers)
@@ -283,6 +311,7 @@ async def _first_answer(connection: Connection, http: httpx.AsyncClient) -> str:
         json={"model": model, "prompt": "Hello", "max_tokens": 1},
     )
     if not answer.is_success:
+        children.require_alive()
         raise click.ClickException(f"the first answer failed: {answer.text}")
     return model
 
@@ -338,7 +367,21 @@ def _require_free(name: str, port: int) -> None:
         try:
             probe.bind((_HOST, port))
         except OSError as error:
-            raise click.ClickException(f"port {port} is in use; choose another with {name}={port + 10}") from error
+            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+            raise click.ClickException(
+                f"port {port} {why}; choose another with {name}={port + 10 if port < 65000 else port - 10}"
+            ) from error
+
+
+@contextlib.asynccontextmanager
+async def _deaths_first(children: Children) -> AsyncIterator[None]:
+    """A broken connection is told as what it comes from: the death of a child, where there is one."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        await asyncio.sleep(_POLL_S)  # the connection breaks a moment before the death is seen
+        children.require_alive()
+        raise click.ClickException(f"the gateway does not answer: {str(error) or type(error).__name__}") from error
 
 
 @contextlib.asynccontextmanager

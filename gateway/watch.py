@@ -25,7 +25,7 @@ from gateway.upstream import (
     UpstreamResponse,
     UpstreamTimeout,
 )
-from router import Router, Sync
+from router import PoolMismatch, Router, Sync
 from router.prompt import TokenizerError, TokenizerFiles
 from router.wire import Frame, FrameDecoder, FrameError, ReplicaSpec
 
@@ -92,16 +92,19 @@ class Watcher:
 
     async def _watch_own(self, replica_id: str, spec: ReplicaSpec) -> None:
         retry = _Backoff()
+        trouble = _Trouble(replica_id)
         while True:
             try:
                 await self._load_tokenizer(spec)
                 await self._follow(replica_id, spec, retry)
             except _Mismatch as error:
-                _log.error("replica %s does not fit its pool: %s", replica_id, error)
+                trouble.say(f"does not fit its pool: {error}")
                 self._router.set_health(replica_id, False, self._clock())
                 retry.slow_down()
             except (_Lost, UpstreamError, FrameError, TokenizerError, msgspec.MsgspecError) as error:
-                _log.warning("replica %s: %s", replica_id, str(error) or type(error).__name__)
+                if not retry.repeated:
+                    trouble.over()
+                trouble.say(str(error) or type(error).__name__)
                 # A cut stream alone is no dead replica: it may be back at once. Silence or a refused connection is.
                 if retry.repeated or isinstance(error, (ConnectFailed, UpstreamTimeout)):
                     self._router.set_health(replica_id, False, self._clock())
@@ -177,32 +180,45 @@ class Watcher:
     # --- foreign replicas
 
     async def _watch_foreign(self, replica_id: str, spec: ReplicaSpec) -> None:
+        trouble = _Trouble(replica_id)
         while True:
+            healthy = False
             try:
-                healthy = await self._probe(replica_id, spec)
-            except (UpstreamError, msgspec.MsgspecError):
-                healthy = False
+                await self._probe(replica_id, spec)
+            except (_Lost, UpstreamError, msgspec.MsgspecError) as error:
+                trouble.say(str(error) or type(error).__name__)
+            except PoolMismatch as error:
+                trouble.say(f"does not fit its pool: {error}")
+            except Exception:
+                _log.exception("watching replica %s failed", replica_id)
+            else:
+                healthy = True
+                trouble.over()
             self._router.set_health(replica_id, healthy, self._clock())
             await asyncio.sleep(_PROBE_EVERY_S if healthy else _FIRST_RETRY_S * 10)
 
-    async def _probe(self, replica_id: str, spec: ReplicaSpec) -> bool:
-        """Healthy by /health where there is one, else by its list of models; a replica without a model learns it here."""
+    async def _probe(self, replica_id: str, spec: ReplicaSpec) -> None:
+        """Healthy by /health where there is one, else by its list of models; a replica without a model learns it here.
+
+        Raises what is wrong with it: `_Lost`, `UpstreamError`, `MsgspecError`, `PoolMismatch`.
+        """
         known = bool(self._router.spec(replica_id).model)
         if known and (status := await self._status(spec, "/health")) not in (404, 405):
-            return status == 200
+            if status != 200:
+                raise _Lost(f"/health answered {status}")
+            return
         response = await self._get(spec, "/v1/models")
         try:
             if response.status != 200:
-                return False
+                raise _Lost(f"/v1/models answered {response.status}")
             models = msgspec.json.decode(await response.read(_MAX_MODELS_BYTES), type=_Models)
         finally:
             await response.aclose()
         if not known:
             if not models.data:
-                return False
+                raise _Lost("/v1/models names no model")
             named = msgspec.structs.replace(spec, model=models.data[0].id)
             self._router.add(replica_id, named, self._clock())
-        return True
 
     async def _status(self, spec: ReplicaSpec, path: str) -> int:
         response = await self._get(spec, path)
@@ -224,6 +240,22 @@ def _events_path(resume: tuple[str, int] | None) -> str:
         return "/kv_events"
     epoch, after = resume
     return f"/kv_events?epoch={epoch}&after={after}"
+
+
+class _Trouble:
+    """Says what is wrong with a replica, and once: a dead one is asked every few seconds for as long as it is known."""
+
+    def __init__(self, replica_id: str) -> None:
+        self._replica_id = replica_id
+        self._said = ""
+
+    def say(self, what: str) -> None:
+        if what != self._said:
+            _log.warning("replica %s: %s", self._replica_id, what)
+            self._said = what
+
+    def over(self) -> None:
+        self._said = ""
 
 
 class _Backoff:

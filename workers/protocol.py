@@ -63,6 +63,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """u32le token ids, at least one."""
     salt: str = ""
     priority: int = 0
+    """A smaller one is admitted sooner and preempted later."""
     sampling: Sampling
 
 

@@ -43,6 +43,8 @@ class StubReplica:
         self.answer = answer
         self.models = models
         self.seen: list[Seen] = []
+        self.asked: list[str] = []
+        """Paths of all requests."""
         self.port = 0
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
@@ -83,6 +85,7 @@ class StubReplica:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
+        self.asked.append(path)
         if path == "/v1/models":
             models = {"object": "list", "data": [{"id": model} for model in self.models]}
             writer.write(response(200, msgspec.json.encode(models)))

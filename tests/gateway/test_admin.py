@@ -1,5 +1,6 @@
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -378,6 +379,20 @@ async def test_a_worker_registers_beats_and_says_goodbye(admin: Admin) -> None:
     assert beat.json() == {"lease_s": 10, "lease_expires": WALL_OFFSET + 115}
     assert (gone.status_code, gone.json()) == (200, {"status": "removed"})
     assert (after.status_code, error_of(after)["code"]) == (404, "replica_not_found")
+
+
+async def test_the_log_tells_what_changed_and_not_each_heartbeat(
+    admin: Admin, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "warmpath.rest")
+
+    await admin.register()
+    await admin.call("POST", "/admin/v1/replicas/w1/heartbeat", "join", json={"epoch": "e1"})
+    await admin.call("HEAD", "/admin/v1/replicas", "admin")
+    await admin.call("DELETE", "/admin/v1/replicas/w1", "join")
+
+    told = [message.rpartition(" by ")[0] for message in caplog.messages]
+    assert told == ["PUT /admin/v1/replicas/w1", "DELETE /admin/v1/replicas/w1"]
 
 
 async def test_a_registered_replica_is_shown_whole_but_without_its_credential(admin: Admin) -> None:

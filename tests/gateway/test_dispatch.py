@@ -188,6 +188,26 @@ async def test_streams_use_one_connection_after_another(tmp_path: Path) -> None:
         assert running.gateway.upstream.in_use == 0
 
 
+async def test_an_answer_whose_last_bytes_come_late_is_whole_and_its_connection_stays(tmp_path: Path) -> None:
+    client_has_all = asyncio.Event()
+
+    async def ends_late(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + b"".join(map(chunked, ANSWER)))
+        await client_has_all.wait()
+        await asyncio.sleep(0.02)  # long enough for the server to tell that the client's part is over
+        writer.write(b"0\r\n\r\n")
+
+    async with stub(ends_late) as replica, gateway(tmp_path, replica) as running:
+        answer = await running.chat(stream=True)
+        client_has_all.set()
+        await _idle(running)
+
+        assert answer.content == b"".join((*ANSWER[:3], DONE))
+        decisions = (await running.admin.get("/admin/v1/decisions")).json()["decisions"]
+        assert [decision["status"] for decision in decisions] == [200]
+        assert running.gateway.upstream.idle == 1
+
+
 async def test_a_stream_that_ends_too_early_is_an_error_not_a_quiet_end(tmp_path: Path) -> None:
     async with stub(streams(event("Hel"))) as replica, gateway(tmp_path, replica) as running:
         answer = await running.chat(stream=True)

@@ -13,6 +13,7 @@ import pytest
 
 from gateway.http1 import Http1Upstream
 from gateway.prepare import Prompters
+from gateway.upstream import UpstreamResponse
 from gateway.watch import Watcher
 from router import ReplicaView, Router, Trust
 from router.prompt import TokenizerFiles
@@ -139,6 +140,46 @@ async def test_a_foreign_replica_that_is_gone_is_down(watched: Watched, monkeypa
         await watched.until(lambda view: view.healthy)
 
     await watched.until(lambda view: not view.healthy)
+
+
+async def test_a_foreign_replica_that_does_not_fit_is_asked_again(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.watch._FIRST_RETRY_S", 0.005)
+    async with stub(says("hi"), models=["simulated"]) as foreign, worker() as own:
+        watched.watch(spec_of(own.base_url), "own")
+        watched.watch(ReplicaSpec(url=foreign.url, model="", kind="openai"))
+        await eventually(lambda: len(foreign.asked) > 1)
+        assert not watched.view.healthy
+
+        watched.watcher.stop("own")
+        watched.router.remove("own")
+
+        await watched.until(lambda view: view.healthy)
+
+
+async def test_a_dead_replica_is_told_of_once_each_time_it_dies(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.watch._FIRST_RETRY_S", 0.005)
+    monkeypatch.setattr("gateway.watch._PROBE_EVERY_S", 0.05)
+    asked: list[str] = []
+    get = watched.watcher._get
+
+    async def count(spec: ReplicaSpec, path: str) -> UpstreamResponse:
+        asked.append(spec.kind)
+        return await get(spec, path)
+
+    monkeypatch.setattr(watched.watcher, "_get", count)
+    async with stub(says("hi")) as replica:
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
+        await watched.until(lambda view: view.healthy)
+    watched.watch(spec_of(replica.url), "own")
+
+    await eventually(lambda: asked.count("warmpath") > 4 and asked.count("openai") > 6)
+
+    refused = [message for message in caplog.messages if "Connect" in message]
+    assert sorted(message.split(":")[0] for message in refused) == ["replica own", "replica r"]
 
 
 async def test_a_replica_that_is_no_longer_watched_costs_nothing(watched: Watched) -> None:

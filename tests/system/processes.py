@@ -109,8 +109,12 @@ def running_up(folder: Path, *args: str) -> Iterator[Up]:
 
 def processes_of(up: Up) -> set[int]:
     """Ids of the processes that `up` started, their children included."""
+    return descendants(up.process.pid)
+
+
+def descendants(pid: int) -> set[int]:
     found: set[int] = set()
-    todo = [up.process.pid]
+    todo = [pid]
     while todo:
         pid = todo.pop()
         with contextlib.suppress(FileNotFoundError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from tests.system.processes import (
     WARMPATH,
     Up,
     alive,
+    descendants,
     interrupt,
     processes_of,
     running_up,
@@ -90,6 +92,21 @@ def test_replicas_and_keys_can_be_asked_for(up: Up) -> None:
     assert made.stdout.strip() not in listed.stdout, "a secret is shown once"
 
 
+def test_revoking_reaches_nothing_but_keys(up: Up) -> None:
+    failed = up.run("keys", "revoke", "../replicas/worker-0")
+
+    assert failed.returncode != 0
+    assert "worker-0" in up.run("replicas").stdout
+
+
+@pytest.mark.parametrize("args", [("--admin-url", "http://[::1", "--admin-key", "x"), ("--admin-key", "schlüssel")])
+def test_an_odd_address_or_key_of_the_gateway_is_one_clear_line(up: Up, args: tuple[str, ...]) -> None:
+    failed = up.run("replicas", *args)
+
+    assert failed.returncode == 1
+    assert re.fullmatch(r"Error: .+\n", failed.stderr)
+
+
 def test_metrics_tell_what_happened(up: Up) -> None:
     with up.client as client:
         client.completions.create(model=up.model, prompt="hello", max_tokens=2)
@@ -137,6 +154,48 @@ def test_a_killed_up_leaves_no_process_behind(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(alive, children)), 10, "its children end")
 
 
+def test_a_proxy_for_the_way_out_is_not_asked_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    with running_up(tmp_path, "--model", "simulated", "--workers", "1") as up:
+        assert "worker-0" in up.run("replicas").stdout
+
+
+def test_ctrl_c_while_the_model_is_fetched_leaves_no_process_and_no_half_file(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as index, (tmp_path / "stderr").open("w+") as stderr:
+        index.settimeout(60)
+        port = index.getsockname()[1]
+        env = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(tmp_path),
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple",
+            "NO_PROXY": "127.0.0.1",
+        }
+        process = subprocess.Popen(
+            [WARMPATH, "up", "--port", "28731", "--admin-port", "28732"],
+            cwd=tmp_path,
+            stderr=stderr,
+            env=env,
+            start_new_session=True,
+        )
+        with index.accept()[0]:  # pip is there, and waits for an answer
+            children = descendants(process.pid)
+
+            os.killpg(process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches the whole group
+            process.wait(timeout=5)
+
+        stderr.seek(0)
+        said = stderr.read()
+    assert process.returncode == 0
+    assert said.endswith("stopping\n")
+    assert "Traceback" not in said
+    assert len(children) == 2
+    assert not any(map(alive, children))
+    assert not list((tmp_path / "warmpath" / "models").iterdir())
+
+
 def test_a_dead_worker_ends_up_with_one_clear_line(tmp_path: Path) -> None:
     up = start_up(tmp_path, "--model", "simulated", "--workers", "1")
     worker = next(pid for pid in processes_of(up) if b"workers" in Path(f"/proc/{pid}/cmdline").read_bytes())
@@ -152,6 +211,7 @@ def test_a_dead_worker_ends_up_with_one_clear_line(tmp_path: Path) -> None:
     ("args", "says"),
     [
         (["--model", "/no/such/folder"], "MODEL=simulated"),
+        (["--model", "simulated", "--admin-port", "28711"], "must differ"),
         (["--model", "simulated", "--", "--no-such-option"], "No such option"),
     ],
 )
@@ -160,6 +220,7 @@ def test_what_cannot_start_says_so_and_fails(tmp_path: Path, args: list[str], sa
 
     assert failed.returncode != 0
     assert says in failed.stderr
+    assert len(re.findall(r"^Error: ", failed.stderr, re.MULTILINE)) == 1
     assert "Traceback" not in failed.stderr
 
 

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.workers.tiny_models import BLOCK_SIZE, scheduled
+from workers.attention import TILE, Attention, Heights, KVCache, choose_heights
+
+HEADS, KV_HEADS, DIM = 6, 2, 32
+NUM_BLOCKS = 96
+FAST = choose_heights(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.bfloat16)
+SAFE = Heights(single=16, most=16)
+"""What is left when a machine's kernel fails every comparison."""
+
+
+class Paged:
+    """One layer over one sequence whose q, k and v are given, and whose blocks lie anywhere among garbage."""
+
+    def __init__(self, length: int, dtype: torch.dtype, heights: Heights, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.length = length
+        self.q = torch.randn(length, HEADS, DIM, generator=generator).to(dtype)
+        self.kv = torch.randn(length, 2 * KV_HEADS, DIM, generator=generator).to(dtype)
+        self.cache = KVCache(
+            num_layers=1,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            dtype=dtype,
+        )
+        self.cache.layers[0].copy_(torch.randn(self.cache.layers[0].shape, generator=generator) * 1e4)
+        self.table: list[int] = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
+        self.attention = Attention(num_heads=HEADS, cache=self.cache, heights=heights)
+
+    def run(self, start: int, end: int) -> torch.Tensor:
+        plan = self.attention.plan([scheduled([0] * (end - start), start, self.table)])
+        self.cache.write(0, plan.slots, self.kv[start:end])
+        return self.attention.attend(0, self.q[start:end], plan)
+
+    def run_cut(self, cuts: Sequence[int]) -> torch.Tensor:
+        edges = [0, *sorted({cut for cut in cuts if 0 < cut < self.length}), self.length]
+        return torch.cat([self.run(start, end) for start, end in pairwise(edges)])
+
+    def plainly(self) -> torch.Tensor:
+        """The definition, in fp64."""
+        q = self.q.double().transpose(0, 1)  # [H, N, D]
+        k, v = (
+            part.double().transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, 0) for part in self.kv.chunk(2, dim=1)
+        )
+        scores = q @ k.transpose(1, 2) / DIM**0.5
+        scores.masked_fill_(torch.ones(self.length, self.length, dtype=torch.bool).triu(1), float("-inf"))
+        result: torch.Tensor = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        return result
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("heights", [FAST, SAFE])
+def test_result_is_that_of_the_definition(dtype: torch.dtype, tolerance: float, heights: Heights) -> None:
+    paged = Paged(700, dtype, heights)
+
+    found = paged.run(0, 700)
+
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), paged.plainly(), atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.lists(st.integers(1, 599), max_size=12), heights=st.sampled_from([FAST, SAFE]))
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(cuts: list[int], heights: Heights) -> None:
+    whole = Paged(600, torch.bfloat16, heights).run(0, 600)
+
+    assert torch.equal(Paged(600, torch.bfloat16, heights).run_cut(cuts), whole)
+
+
+@pytest.mark.parametrize("heights", [FAST, SAFE])
+def test_bits_of_decoding_are_those_of_prefill(heights: Heights) -> None:
+    whole = Paged(520, torch.bfloat16, heights).run(0, 520)
+
+    assert torch.equal(Paged(520, torch.bfloat16, heights).run_cut(range(520)), whole)
+
+
+def test_bits_do_not_depend_on_the_other_rows_of_a_step() -> None:
+    lengths = (1, 17, 255, 256, 257, 300, 513, 700)
+    alone = Paged(800, torch.bfloat16, FAST)
+    alone.run(0, 800)
+    wanted = [alone.run(length, length + 1) for length in lengths]
+    batch = [scheduled([0], length, alone.table) for length in lengths] + [scheduled([0] * 40, 60, alone.table)]
+
+    plan = alone.attention.plan(batch)
+    rows = torch.cat([alone.q[[*lengths]], alone.q[60:100]])
+    together = alone.attention.attend(0, rows, plan)
+
+    assert torch.equal(together[: len(lengths)], torch.cat(wanted))
+    assert torch.equal(together[len(lengths) :], alone.run(60, 100))
+
+
+def test_heads_without_groups_get_rows_enough() -> None:
+    # One row a head is a shape of its own for many kernels; whatever is chosen must divide a tile.
+    heights = choose_heights(num_heads=4, num_kv_heads=4, head_dim=16, dtype=torch.bfloat16)
+
+    assert TILE % heights.single == 0
+    assert TILE % heights.most == 0
+
+
+def test_a_new_cache_is_zero() -> None:
+    cache = KVCache(num_layers=2, num_blocks=3, block_size=16, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+
+    assert [layer.shape for layer in cache.layers] == [(2 * 2 * 3 * 16, 8)] * 2
+    assert not any(layer.any() for layer in cache.layers)

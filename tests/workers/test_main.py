@@ -1,0 +1,150 @@
+"""The command line, as real processes where that is what it is about."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import click
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from workers.__main__ import _serve_command, parse_size
+
+QUIET = {"WARMPATH_JOIN_TOKEN": "", "PYTHONWARNINGS": "error"}
+
+
+@contextlib.contextmanager
+def worker(*args: str, env: Mapping[str, str] = QUIET) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workers", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    running, listening = process.stdout.readline(), process.stdout.readline()
+    assert running.startswith("running "), running
+    assert listening.startswith("listening on "), listening
+    return listening.removeprefix("listening on ").strip()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_simulated_replica_starts_answers_and_stops(number: signal.Signals) -> None:
+    with worker("simulated", "--speedup", "100", "--served-model-name", "tiny") as process:
+        url = url_of(process)
+        answer = httpx.post(
+            f"{url}/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 4}, trust_env=False
+        )
+        process.send_signal(number)
+        began = time.monotonic()
+        _, log = process.communicate(timeout=10)
+
+    assert answer.status_code == 200
+    assert process.returncode == 0
+    assert time.monotonic() - began < 2, "nothing was running: no grace is needed"
+    assert "Traceback" not in log
+
+
+def test_a_simulated_replica_needs_no_engine_packages() -> None:
+    code = (
+        "import sys, runpy\n"
+        "for name in ('torch', 'gguf', 'numpy', 'safetensors', 'huggingface_hub', 'tokenizers', 'transformers'):\n"
+        "    sys.modules[name] = None\n"
+        "sys.argv = ['workers', 'simulated']\n"
+        "runpy.run_module('workers', run_name='__main__', alter_sys=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert httpx.get(f"{url_of(process)}/health", trust_env=False).status_code == 200
+        finally:
+            process.terminate()
+
+
+def test_a_taken_port_is_one_clear_line() -> None:
+    with worker("simulated") as first:
+        port = url_of(first).rpartition(":")[2]
+        with worker("simulated", "--port", port) as second:
+            _, log = second.communicate(timeout=10)
+        first.terminate()
+
+    assert second.returncode == 1
+    assert log.strip().splitlines() == [f"Error: cannot listen on 127.0.0.1:{port}: Address already in use"]
+
+
+def test_a_model_that_cannot_be_had_is_one_clear_line(tmp_path: Path) -> None:
+    for args in (["no/such/model.gguf"], ["fetch", "no/such/model.gguf"], ["no/such/model.gguf", "--plan-only"]):
+        with worker(*args, env={**QUIET, "WARMPATH_CACHE": str(tmp_path)}) as process:
+            out, log = process.communicate(timeout=30)
+
+        assert process.returncode == 1
+        assert out == ""
+        (line,) = log.strip().splitlines()
+        assert line.startswith("Error: ")
+        assert "no/such/model.gguf" in line
+
+
+@pytest.mark.parametrize(
+    ("args", "fault"),
+    [
+        (["--gateway", "http://127.0.0.1:1"], "--join-token"),
+        (["--gateway", "127.0.0.1:1", "--join-token", "x"], "no URL"),
+        (["--advertise", "worker-0"], "no URL"),
+        (["--credential", "has space"], "--credential"),
+        (["--credential", ""], "--credential"),
+        (["--kv-memory", "much"], "no size"),
+        (["--kv-memory", "1KiB"], "holds no block"),
+        (["--port", "70000"], "70000"),
+        (["--speedup", "0"], "speedup"),
+        (["--precision", "int3"], "int3"),
+        (["--unknown"], "--unknown"),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error(args: list[str], fault: str) -> None:
+    result = CliRunner().invoke(_serve_command, ["simulated", *args], env=QUIET)
+
+    assert result.exit_code == 2
+    assert fault in result.output
+
+
+def test_help_ends_with_examples() -> None:
+    result = CliRunner().invoke(_serve_command, ["--help"])
+
+    assert result.output.rstrip().splitlines()[-1].strip() == "python -m workers fetch default"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512MiB", 512 << 20),
+        ("2GiB", 2 << 30),
+        ("2gb", 2 * 10**9),
+        ("100", 100),
+        ("1.5 GiB", 3 << 29),
+        ("64KiB", 1 << 16),
+    ],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "MiB", "5 apples", "1e9", "0x10"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        parse_size(text)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.workers.tiny_models import (
+    CONFIGS,
+    VOCAB,
+    Steps,
+    hf_logits,
+    make_hf,
+    random_ids,
+    relative_error,
+    scheduled,
+    weights_of,
+)
+from workers.plan import Precision
+from workers.quant import int8_works
+
+needs_int8 = pytest.mark.skipif(not int8_works(), reason="this CPU has no exact 8-bit product")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_those_of_transformers(name: str) -> None:
+    model = make_hf(name)
+    step = Steps(weights_of(model))
+    ids = random_ids(600)
+    table = torch.randperm(128).tolist()
+
+    found = step(scheduled(ids, 0, table))
+
+    assert relative_error(found, hf_logits(model, ids)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_step_mixes_decodes_and_chunks_of_several_sequences(name: str) -> None:
+    model = make_hf(name)
+    step = Steps(weights_of(model))
+    a, b, c = random_ids(300, seed=1), random_ids(40, seed=2), random_ids(520, seed=3)
+    blocks = torch.randperm(128).tolist()
+    tables = blocks[:40], blocks[40:60], blocks[60:]
+    step(scheduled(a[:299], 0, tables[0]), scheduled(c[:257], 0, tables[2]))
+
+    found = step(scheduled(a[299:], 299, tables[0]), scheduled(b, 0, tables[1]), scheduled(c[257:], 257, tables[2]))
+
+    wanted = torch.cat([hf_logits(model, a)[299:], hf_logits(model, b), hf_logits(model, c)[257:]])
+    assert relative_error(found, wanted) < 1e-4
+
+
+def test_no_row_that_samples_gives_no_logits() -> None:
+    step = Steps(weights_of(make_hf()))
+
+    assert step(scheduled(random_ids(5), 0, [7]), sampled=[]).shape == (0, VOCAB)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), pytest.param("int8", 0.06, marks=needs_int8)])
+def test_other_precisions_stay_near_fp32(precision: Precision, tolerance: float) -> None:
+    model = make_hf()
+    ids = random_ids(100)
+    step = Steps(weights_of(model), precision)
+
+    found = step(scheduled(ids, 0, list(range(8))))
+
+    assert relative_error(found, hf_logits(model, ids)) < tolerance

@@ -1,0 +1,323 @@
+"""The runner driven by hand-made block tables; the same through scheduler and block pool is in the engine's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from router.prompt import load_prompter
+from tests.default_model import default_model
+from tests.workers.tiny_models import (
+    BLOCK_SIZE,
+    GREEDY,
+    VOCAB,
+    hf_logits,
+    hf_model,
+    make_hf,
+    random_ids,
+    scheduled,
+    weights_of,
+)
+from workers import runner as runner_module
+from workers.engine import Runner, ScheduledSeq
+from workers.load_gguf import load_gguf
+from workers.model_config import tensor_shapes
+from workers.protocol import Sampling
+from workers.quant import int8_works
+from workers.runner import TorchRunner
+from workers.tokenizer_files import load_tokenizer_files
+from workers.weights import Weights
+
+needs_int8 = pytest.mark.skipif(not int8_works(), reason="this CPU has no exact 8-bit product")
+
+
+def make_runner(weights: Weights, precision: str, **options: Any) -> TorchRunner:
+    return TorchRunner(
+        weights,
+        name="tiny",
+        eos_ids=frozenset({0}),
+        precision=precision,
+        kv_bytes=options.pop("kv_bytes", 1 << 20),
+        max_num_seqs=8,
+        block_size=BLOCK_SIZE,
+        **options,
+    )
+
+
+def generate(
+    runner: Runner,
+    prompts: Sequence[Sequence[int]],
+    tables: Sequence[Sequence[int]],
+    count: int,
+    *,
+    cached: int = 0,
+    sampling: Sampling = GREEDY,
+) -> list[list[int]]:
+    """Prefill all prompts but their first `cached` tokens in one step, then decode them together."""
+    contexts = [list(prompt) for prompt in prompts]
+    done = [cached] * len(prompts)
+    for _ in range(count):
+        batch = [
+            scheduled(context[start:], start, table, rid=rid, sampling=sampling)
+            for rid, (context, start, table) in enumerate(zip(contexts, done, tables, strict=True))
+        ]
+        done = [len(context) for context in contexts]
+        for context, token in zip(contexts, runner.step(batch), strict=True):
+            assert token is not None
+            context.append(token)
+    return [context[len(prompt) :] for context, prompt in zip(contexts, prompts, strict=True)]
+
+
+def is_greedy(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+    """Whether `transformers` would have said `answer`: at each place its largest logit is for the token that came. By
+    induction over the places that is its greedy output, in one pass instead of one a token."""
+    logits = hf_logits(model, [*prompt, *answer[:-1]])
+    return logits[len(prompt) - 1 :].argmax(-1).tolist() == list(answer)
+
+
+def disjoint_tables(count: int, num_blocks: int) -> list[list[int]]:
+    """For each of `count` sequences `num_blocks` blocks, in no order."""
+    blocks: list[int] = torch.randperm(count * num_blocks, generator=torch.Generator().manual_seed(5)).tolist()
+    return [blocks[i * num_blocks : (i + 1) * num_blocks] for i in range(count)]
+
+
+def test_greedy_output_is_that_of_transformers_cold_and_warm() -> None:
+    model = make_hf()
+    runner = make_runner(weights_of(model), "fp32")
+    prompts = [random_ids(length, seed=length) for length in (33, 50, 270)]
+    tables = disjoint_tables(6, 20)
+    cold, warm = tables[:3], tables[3:]
+
+    first = generate(runner, prompts, cold, 12)
+    shared = [[*old[:2], *new[2:]] for old, new in zip(cold, warm, strict=True)]
+    second = generate(runner, prompts, shared, 12, cached=2 * BLOCK_SIZE)
+
+    assert first == second
+    assert all(is_greedy(model, prompt, answer) for prompt, answer in zip(prompts, first, strict=True))
+
+
+def test_rows_that_do_not_sample_give_none() -> None:
+    runner = make_runner(weights_of(make_hf()), "fp32")
+    ids = random_ids(40)
+
+    assert runner.step([scheduled(ids[:20], 0, [3, 4], sample=False)]) == [None]
+    mixed = [scheduled(ids[20:], 20, [3, 4, 7]), scheduled(ids, 0, [1, 2, 0], sample=False)]
+    token, nothing = runner.step(mixed)
+
+    assert nothing is None
+    assert token in range(VOCAB)
+
+
+SAMPLED = Sampling(max_tokens=1, temperature=1.0, top_p=0.95, seed=3)
+
+
+@needs_int8
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_int8_text_does_not_depend_on_schedule_or_company(
+    sampling: Sampling, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "supports_bf16", lambda: bf16)
+    prompts = [random_ids(length, seed=length) for length in (5, 100, 290)]
+    tables = disjoint_tables(3, 21)
+    weights = weights_of(make_hf())
+    alone = [
+        generate(make_runner(weights, "int8"), [prompt], [table], 30, sampling=sampling)[0]
+        for prompt, table in zip(prompts, tables, strict=True)
+    ]
+
+    runner = make_runner(weights, "int8")
+    together = generate(runner, prompts, tables, 30, sampling=sampling)
+    for start in range(0, 280, 70):  # the longest once more, in chunks
+        runner.step([scheduled(prompts[2][start : start + 70], start, tables[2], sample=False)])
+    chunked = generate(runner, prompts[2:], tables[2:], 30, cached=280, sampling=sampling)
+
+    assert together == alone
+    assert chunked == alone[2:]
+
+
+def test_what_the_runner_is_is_told() -> None:
+    runner = make_runner(weights_of(make_hf()), "fp32", max_model_len=512)
+    info = runner.info
+
+    assert (info.model, info.precision, info.block_size, info.max_num_seqs) == ("tiny", "fp32", BLOCK_SIZE, 8)
+    assert (info.max_model_len, info.vocab_size, info.kv_bytes_per_token) == (512, VOCAB, 2 * 2 * 2 * 16 * 4)
+    assert info.num_blocks == (1 << 20) // (16 * info.kv_bytes_per_token)
+    assert runner.eos_ids == {0}
+
+
+def test_numerics_tell_apart_what_may_give_other_bits() -> None:
+    weights = weights_of(make_hf())
+    other = Weights(weights.config, "other", weights.load)
+
+    runners = [
+        make_runner(weights, "fp32"),
+        make_runner(weights, "fp32", kv_bytes=1 << 19),
+        make_runner(weights, "bf16"),
+        make_runner(other, "fp32"),
+    ]
+
+    numerics = [runner.info.numerics for runner in runners]
+    assert numerics[0] == numerics[1]
+    assert len(set(numerics)) == 3
+
+
+def test_memory_that_holds_no_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="no block"):
+        make_runner(weights_of(make_hf()), "fp32", kv_bytes=100)
+
+
+def test_a_saved_model_is_loaded(tmp_path: Path) -> None:
+    model = make_hf("qwen3")
+    model.generation_config.eos_token_id = [1, 2]
+    model.save_pretrained(tmp_path / "Tiny-Model")
+    prompt = random_ids(30)
+
+    runner = TorchRunner.load(
+        tmp_path / "Tiny-Model", precision="fp32", kv_bytes=1 << 20, max_num_seqs=4, block_size=BLOCK_SIZE
+    )
+    answer = generate(runner, [prompt], [list(range(10))], 8)[0]
+
+    assert runner.info.model == "Tiny-Model"
+    assert runner.eos_ids == {1, 2}
+    assert is_greedy(model, prompt, answer)
+
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Name three colors.",
+    "Write a haiku about rain.",
+    "What is 7 times 6?",
+    "Who wrote Hamlet?",
+    "Explain gravity in one sentence.",
+    "Translate 'good morning' to Spanish.",
+    "List the days of the week.",
+    "What do bees make?",
+    "Give me a recipe for tea.",
+    "Why is the sky blue?",
+    "Tell me a joke.",
+    "What is a prime number?",
+    "Say hello in four languages.",
+    "Describe the ocean.",
+    "Write a Python function that adds two numbers.",
+    "What is the largest planet?",
+    "How do I boil an egg?",
+    "Finish: once upon a time",
+    "Wie heißt die Hauptstadt von Österreich?",
+)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    prompter = load_prompter(load_tokenizer_files(default_model()))
+    now = datetime.now(UTC)
+    return [list(prompter.encode_chat({"messages": [{"role": "user", "content": text}]}, now)) for text in QUESTIONS]
+
+
+def load_default(precision: str) -> TorchRunner:
+    return TorchRunner.load(
+        default_model(), precision=precision, kv_bytes=400 << 20, max_num_seqs=64, block_size=BLOCK_SIZE
+    )
+
+
+def hf_default() -> Any:
+    """The default model in `transformers`, from the tensors that our loader gives."""
+    weights = load_gguf(default_model())
+    config = weights.config
+    model = hf_model(
+        AutoConfig.for_model(
+            "llama",
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=True,
+        )
+    )
+    model.load_state_dict({name: weights.load(name) for name in tensor_shapes(config)}, strict=False, assign=True)
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.model
+def test_default_model_in_fp32_says_what_transformers_says_cold_and_warm(prompts: list[list[int]]) -> None:
+    runner = load_default("fp32")
+    tables = disjoint_tables(40, 8)
+    cold, own = tables[:20], tables[20:]
+    # The first two blocks of each prompt are those that its cold run filled.
+    warm = [[*old[:2], *new[2:]] for old, new in zip(cold, own, strict=True)]
+
+    runner.step([scheduled(prompt, 0, table) for prompt, table in zip(prompts, cold, strict=True)])
+    contexts = [list(prompt) for prompt in prompts * 2]
+    done = [len(prompt) - 1 for prompt in prompts] + [2 * BLOCK_SIZE] * 20
+    for _ in range(64):
+        batch = [
+            scheduled(context[start:], start, table)
+            for context, start, table in zip(contexts, done, [*cold, *warm], strict=True)
+        ]
+        done = [len(context) for context in contexts]
+        for context, token in zip(contexts, runner.step(batch), strict=True):
+            assert token is not None
+            context.append(token)
+    answers = [context[-64:] for context in contexts]
+
+    assert answers[:20] == answers[20:]
+    model = hf_default()
+    wrong = [q for q, p, a in zip(QUESTIONS, prompts, answers[:20], strict=True) if not is_greedy(model, p, a)]
+    assert wrong == []
+
+
+@pytest.mark.model
+@needs_int8
+def test_default_model_in_int8_knows_the_capital_of_france(prompts: list[list[int]]) -> None:
+    runner = load_default("int8")
+    prompter = load_prompter(load_tokenizer_files(default_model()))
+
+    answer = generate(runner, prompts[:1], [list(range(10))], 9)[0]
+
+    assert prompter.decode(answer, skip_special_tokens=True).startswith("The capital of France is Paris")
+    assert runner.eos_ids & set(answer)
+
+
+@pytest.mark.model
+@needs_int8
+def test_default_model_in_int8_gives_the_same_bits_in_any_schedule(prompts: list[list[int]]) -> None:
+    runner = load_default("int8")
+    long = [token for prompt in prompts for token in prompt][:530]
+    tables = disjoint_tables(5, 40)
+
+    def step_through(cuts: Sequence[int], table: Sequence[int], company: Sequence[ScheduledSeq] = ()) -> list[int]:
+        """Prefill in chunks, beside others, then decode; with noise, so that near ties show."""
+        chosen: list[int] = []
+        for start, end in zip([0, *cuts], [*cuts, len(long)], strict=True):
+            runner.step([*company, scheduled(long[start:end], start, table, sampling=SAMPLED)])
+        context = list(long)
+        for _ in range(6):
+            row = scheduled(context[-1:], len(context) - 1, table, sampling=SAMPLED)
+            token = runner.step([*company, row])[-1]
+            assert token is not None
+            context.append(token)
+            chosen.append(token)
+        return chosen
+
+    whole = step_through([], tables[0])
+    company = [scheduled(prompt, 0, table) for prompt, table in zip(prompts[:2], tables[3:5], strict=True)]
+
+    assert step_through([512], tables[1]) == whole
+    assert step_through([7, 100, 256, 300, 529], tables[2], company) == whole
+    for layer in runner._cache.layers:  # not only the choice: everything that was computed
+        rows = [
+            layer.view(2, 3, -1, BLOCK_SIZE, 64)[:, :, table[:33]].flatten(2, 3)[:, :, :530] for table in tables[:3]
+        ]
+        assert torch.equal(rows[0], rows[1])
+        assert torch.equal(rows[0], rows[2])

@@ -1,0 +1,331 @@
+"""``python -m workers MODEL``: one replica, from its command line to its end. ``python -m workers fetch MODEL``: bring a
+model to this machine.
+
+The one place that builds a replica's objects, and the only reader of its environment. What only a real model needs is
+imported where it is used: a simulated replica starts in half a second, without torch, gguf and numpy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+from urllib.parse import urlsplit
+
+import click
+import uvloop
+
+from router.blocks import BLOCK_SIZE
+from router.prompt import TokenizerError, TokenizerFiles, load_prompter
+from router.wire import ReplicaSpec
+from workers.client import EngineClient, EngineDead, InProcessEngineClient, ProcessEngineClient
+from workers.engine import Engine
+from workers.engine_process import EngineArgs
+from workers.hub import LocalModel, cache_dir, resolve
+from workers.lifecycle import bind, is_loopback, reachable_url, serve, stop_signals
+from workers.model_config import read_config
+from workers.model_errors import ModelError
+from workers.protocol import EngineInfo
+from workers.register import Registration
+from workers.server import ReplicaApp
+from workers.simulated import SIMULATED_TOKEN_BUDGET, SimulatedRunner, TimeModel, simulated_info
+
+__all__ = ["main"]
+
+SIMULATED: Final = "simulated"
+
+SIMULATED_KV_BYTES_PER_TOKEN: Final = 128 << 10
+"""What a token of an 8-billion model with grouped queries takes in bf16; it only gives --kv-memory a meaning."""
+
+DEFAULT_KV_BYTES: Final = 512 << 20
+DEFAULT_NUM_SEQS: Final = 64
+"""On a CPU: more at once make everybody slower and nobody faster."""
+ENCODER_THREADS: Final = 2
+"""Long prompts that come without ids are tokenized here, beside the event loop."""
+
+
+_UNITS: Final = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_size(text: str) -> int:
+    """``512MiB``, ``2GB`` or plain bytes → bytes."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?) ?([A-Za-z]{0,3})", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise click.BadParameter(f"{text!r} is no size; write 512MiB or 2GiB")
+    return int(float(match[1]) * unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line, checked."""
+
+    model: str
+    host: str
+    port: int
+    served_model_name: str | None
+    precision: Literal["auto", "int8", "bf16", "fp32"]
+    kv_memory: int | None
+    max_model_len: int | None
+    max_num_seqs: int | None
+    threads: int
+    gateway: tuple[str, ...]
+    join_token: str
+    replica_id: str | None
+    credential: str
+    advertise: str | None
+    speedup: float
+    grace: float
+    cache: Path
+    plan_only: bool
+
+    def __post_init__(self) -> None:
+        for url in (*self.gateway, *([self.advertise] if self.advertise else [])):
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise click.UsageError(f"{url!r} is no URL; write http://host:port")
+        if self.gateway and not self.join_token:
+            raise click.UsageError("--gateway needs --join-token (or WARMPATH_JOIN_TOKEN)")
+        if not re.fullmatch(r"[\x21-\x7e]{1,512}", self.credential):
+            raise click.UsageError("--credential takes 1 to 512 printable characters without spaces")
+
+
+_cache_option = click.option(
+    "--cache",
+    envvar="WARMPATH_CACHE",
+    show_envvar=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    default=lambda: cache_dir(os.environ),
+    help="Where models are kept.  [default: ~/.cache/warmpath/models]",
+)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  python -m workers simulated --port 8101
+  python -m workers default --gateway http://127.0.0.1:8001 --join-token wpj-…
+  python -m workers ./Qwen2.5-0.5B-Instruct --precision bf16 --kv-memory 1GiB
+  python -m workers ./model.gguf --plan-only
+  python -m workers fetch default
+""",
+)
+@click.argument("model")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Elsewhere than on loopback only gateways are served."
+)
+@click.option("--port", default=0, type=click.IntRange(0, 65535), help="0 takes a free one.  [default: 0]")
+@click.option("--served-model-name", help="What clients call the model.  [default: the model's own name]")
+@click.option("--precision", type=click.Choice(["auto", "int8", "bf16", "fp32"]), default="auto", show_default=True)
+@click.option("--kv-memory", type=parse_size, metavar="SIZE", help="For the KV cache, as 512MiB.  [default: 512MiB]")
+@click.option(
+    "--max-model-len", type=click.IntRange(min=1), help="Tokens of prompt and answer.  [default: the model's]"
+)
+@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Sequences that run at once.")
+@click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default=True)
+@click.option("--gateway", multiple=True, help="Admin URL of a gateway to register with; may be repeated.")
+@click.option(
+    "--join-token", default="", envvar="WARMPATH_JOIN_TOKEN", show_envvar=True, help="Lets the replica register."
+)
+@click.option("--replica-id", help="Its name at the gateways.  [default: from host name and port]")
+@click.option(
+    "--credential",
+    envvar="WARMPATH_CREDENTIAL",
+    show_envvar=True,
+    default=lambda: secrets.token_urlsafe(32),
+    help="What gateways must show.  [default: random]",
+)
+@click.option("--advertise", help="URL under which gateways reach it.  [default: where it listens]")
+@click.option(
+    "--speedup", type=click.FloatRange(min=0, min_open=True), default=1.0, help="Of a simulated replica's time."
+)
+@click.option(
+    "--grace", type=click.FloatRange(0, 600), default=2.0, show_default=True, help="Seconds for answers at the end."
+)
+@_cache_option
+@click.option("--plan-only", is_flag=True, help="Say what memory it would take, and end.")
+def _serve_command(**values: Any) -> None:
+    """Run a replica of MODEL: a folder, a .gguf file, a hub id, 'default' or 'simulated'."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every heartbeat
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    options = Options(**values)
+    try:
+        if options.plan_only:
+            click.echo(_plan(options))
+            return
+        engine, files = _simulated(options) if options.model == SIMULATED else _torch(options)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            alive = runner.run(_run(options, engine, files))
+    except (ModelError, TokenizerError, EngineDead) as error:
+        raise click.ClickException(str(error)) from error
+    if not alive:
+        raise click.ClickException("the engine has ended")
+
+
+@click.command("fetch")
+@click.argument("model")
+@_cache_option
+def _fetch_command(model: str, cache: Path) -> None:
+    """Bring MODEL to this machine, telling its progress on stderr, and print its path."""
+    try:
+        click.echo(_resolve(model, cache).path)
+    except ModelError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def main() -> None:
+    """`fetch` is a word in the place of MODEL; a folder of that name is written ./fetch."""
+    if sys.argv[1:2] == ["fetch"]:
+        _fetch_command(sys.argv[2:], prog_name="python -m workers fetch")
+    else:
+        _serve_command(prog_name="python -m workers")
+
+
+async def _run(options: Options, engine: EngineClient, files: TokenizerFiles) -> bool:
+    """False when the engine died."""
+    try:
+        sock = bind(options.host, options.port)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
+    try:
+        with sock, stop_signals() as stop, ThreadPoolExecutor(ENCODER_THREADS) as executor:
+            info = await _start(engine, stop)
+            if info is None:
+                return True
+            app = ReplicaApp(
+                engine=engine,
+                info=info,
+                files=files,
+                prompter=await asyncio.get_running_loop().run_in_executor(executor, load_prompter, files),
+                executor=executor,
+                credential=options.credential,
+                on_loopback=is_loopback(sock),
+            )
+            url = options.advertise or reachable_url(sock)
+            spec = ReplicaSpec(
+                url=url, model=info.model, revision=info.revision, epoch=app.epoch, credential=options.credential
+            )
+            registrations = [
+                Registration(
+                    gateway=gateway,
+                    replica_id=options.replica_id or _replica_id(sock),
+                    spec=spec,
+                    join_token=options.join_token,
+                )
+                for gateway in options.gateway
+            ]
+            sock.listen()  # from here on nobody is refused: who comes before the server does waits for it
+            click.echo(_describe(info))
+            click.echo(f"listening on {reachable_url(sock)}")
+            return await serve(app, engine, sock, stop=stop, registrations=registrations, grace_s=options.grace)
+    finally:
+        await engine.stop()
+
+
+async def _start(engine: EngineClient, stop: asyncio.Event) -> EngineInfo | None:
+    """None when told to stop before the engine was ready."""
+    starting = asyncio.create_task(engine.start())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return starting.result() if starting.done() else None
+    finally:
+        for task in (starting, stopping):
+            task.cancel()
+        await asyncio.wait({starting, stopping})
+
+
+def _replica_id(sock: socket.socket) -> str:
+    """Unique on this machine, in the form that gateways take: letters, digits and '-', at most 63."""
+    host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:50].strip("-")
+    return f"{host or 'replica'}-{sock.getsockname()[1]}"
+
+
+# --- the two kinds of engine -----------------------------------------------------------------------------------------
+
+
+def _simulated(options: Options) -> tuple[EngineClient, TokenizerFiles]:
+    sizes: dict[str, int] = {}
+    if options.kv_memory is not None:
+        sizes["kv_tokens"] = options.kv_memory // SIMULATED_KV_BYTES_PER_TOKEN
+    if options.max_num_seqs is not None:
+        sizes["max_num_seqs"] = options.max_num_seqs
+    if options.max_model_len is not None:
+        sizes["max_model_len"] = options.max_model_len
+    info = simulated_info(model=options.served_model_name or SIMULATED, **sizes)
+    if not info.num_blocks:
+        raise click.UsageError(f"--kv-memory holds no block of {BLOCK_SIZE * SIMULATED_KV_BYTES_PER_TOKEN} bytes")
+    runner = SimulatedRunner(info, TimeModel(speedup=options.speedup))
+    engine = Engine(runner, token_budget=SIMULATED_TOKEN_BUDGET, clock=runner.clock)
+    engine.warm_up()
+    return InProcessEngineClient(engine), TokenizerFiles(kind="trivial")
+
+
+def _torch(options: Options) -> tuple[EngineClient, TokenizerFiles]:
+    from workers.tokenizer_files import load_tokenizer_files
+
+    local = _resolve(options.model, options.cache)
+    args = EngineArgs(
+        model_path=str(local.path),
+        model=options.served_model_name or local.name,
+        revision=local.revision,
+        precision=options.precision,
+        threads=options.threads,
+        kv_bytes=options.kv_memory or DEFAULT_KV_BYTES,
+        max_num_seqs=options.max_num_seqs or DEFAULT_NUM_SEQS,
+        max_model_len=options.max_model_len,
+        block_size=BLOCK_SIZE,
+    )
+    return ProcessEngineClient(args), load_tokenizer_files(local.path)
+
+
+def _resolve(model: str, cache: Path) -> LocalModel:
+    return resolve(model, cache, lambda line: click.echo(line, err=True))
+
+
+def _describe(info: EngineInfo) -> str:
+    """What runs, in a line; `warmpath up` shows it."""
+    kv_tokens = info.num_blocks * info.block_size
+    kv_mib = kv_tokens * info.kv_bytes_per_token / (1 << 20)
+    memory = f"{kv_mib:,.0f} MiB of KV memory for " if kv_mib else "KV memory for "
+    return (
+        f"running {info.model} in {info.precision}: {info.weights_bytes / (1 << 20):,.0f} MiB of weights, "
+        f"{memory}{kv_tokens:,} tokens, at most {info.max_num_seqs} sequences at once"
+    )
+
+
+def _plan(options: Options) -> str:
+    """What memory the model would take, for people."""
+    if options.model == SIMULATED:
+        return "a simulated replica takes no memory for weights or KV cache"
+    from workers.plan import plan_memory
+
+    try:
+        from workers.quant import choose_precision, supports_bf16  # torch knows what the CPU can do
+
+        plan = plan_memory(
+            read_config(_resolve(options.model, options.cache).path),
+            choose_precision(options.precision),
+            kv_bytes=options.kv_memory or DEFAULT_KV_BYTES,
+            block_size=BLOCK_SIZE,
+            max_model_len=options.max_model_len,
+            kv_fp32=not supports_bf16(),
+        )
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"a model needs {error.name}: install warmpath[engine]") from error
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    return plan.describe()
+
+
+if __name__ == "__main__":
+    main()

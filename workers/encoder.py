@@ -1,0 +1,54 @@
+"""Text → token ids, off the event loop when that takes long. Errors of a prompt become the client's 400."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from datetime import UTC, datetime
+from typing import Final, TypeVar
+
+from router.prompt import Prompter, PromptError
+from router.wire import pack_ids
+from workers.api_error import ApiError
+from workers.prompts import Prompt, chat_fields
+
+__all__ = ["Encoder"]
+
+LONG_TEXT_BYTES: Final = 8 << 10
+"""Text that was never seen takes 0.3 ms a KB: a longer one would hold the event loop for over 2 ms."""
+
+_T = TypeVar("_T")
+
+
+class Encoder:
+    """Ids come packed (`router.wire.pack_ids`), the form that the engine takes. All methods raise `ApiError` 400."""
+
+    def __init__(self, prompter: Prompter, executor: Executor) -> None:
+        self.prompter = prompter
+        self._executor = executor
+
+    async def encode_chat(self, body: bytes) -> bytes:
+        """The rendered messages of a chat request."""
+        return await self._run(len(body), lambda: self._encode_chat(body))
+
+    async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool) -> bytes:
+        if not isinstance(prompt, str):
+            return pack_ids(prompt)
+        return await self._run(len(prompt), lambda: pack_ids(self.prompter.encode_text(prompt, add_special_tokens)))
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text with its special tokens, so that encoding it again gives the ids."""
+        return await self._run(4 * len(ids), lambda: self.prompter.decode(ids, skip_special_tokens=False))
+
+    async def _run(self, size: int, work: Callable[[], _T]) -> _T:
+        try:
+            if size <= LONG_TEXT_BYTES:
+                return work()
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        except PromptError as error:
+            raise ApiError(400, "invalid_prompt", str(error)) from error
+
+    def _encode_chat(self, body: bytes) -> bytes:
+        # The date that a template may write is UTC's, as it is at the gateway: the same talk gives the same ids at both.
+        return pack_ids(self.prompter.encode_chat(chat_fields(body), datetime.now(UTC)))

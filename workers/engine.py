@@ -1,0 +1,296 @@
+"""The engine: take requests, schedule a step, run it, emit what it made.
+
+Does no I/O and keeps no thread: whoever owns it calls `step` again and again (`workers.engine_process` in a process of its
+own, `workers.client` in the event loop for the simulator). Everything that computes is behind `Runner`.
+
+What must hold: each submitted request gets outputs of which exactly one, the last, has a finish reason, unless it was
+aborted. A step that fails ends its own sequences and nobody else's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from router.blocks import root_name
+from router.wire import unpack_ids
+from workers.block_pool import BlockPool
+from workers.protocol import EngineInfo, FinishReason, Output, Sampling, StepReport, Submit
+from workers.scheduler import Scheduler, Slice
+from workers.sequence import Seq
+
+__all__ = ["DEFAULT_TOKEN_BUDGET", "Engine", "Runner", "ScheduledSeq"]
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_TOKEN_BUDGET: Final = 512
+"""Tokens a step on a CPU: a longer chunk makes prefill no faster there, and those who generate wait for it."""
+
+_FAILURES_TO_GIVE_UP: Final = 2
+"""Steps in a row. One failure may be a request's own doing; the next step with other sequences tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSeq:
+    """One row of a step: run `tokens` at positions `start`… and write their KV into the blocks of `block_table`."""
+
+    rid: int
+    tokens: Sequence[int]
+    """Ids to run now, at least one: one in a decode step, up to the step's token budget in a prefill chunk."""
+    start: int
+    """Position of the first of them. KV of all earlier positions is already in the blocks."""
+    block_table: Sequence[int]
+    """Physical blocks, in order, that cover exactly positions 0 … start + len(tokens) - 1 (the last may be part filled)."""
+    sample: bool
+    """True: return the id chosen for position start + len(tokens). False for all chunks of a prefill but its last."""
+    sampling: Sampling
+    prompt_len: int
+    """The client's prompt; ids at later positions were generated."""
+
+
+class Runner(Protocol):
+    """What computes: weights, KV memory and sampler. Knows no requests, queues or prefix cache."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end an answer unless the request ignores them."""
+        ...
+
+    def step(self, batch: Sequence[ScheduledSeq]) -> list[int | None]:
+        """Run every row; for each, the sampled id, or None where `sample` is False.
+
+        A row's result must not depend on the other rows. May raise: then nothing that this batch wrote is used.
+        """
+        ...
+
+
+class Engine:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        info: EngineInfo | None = None,
+        token_budget: int = DEFAULT_TOKEN_BUDGET,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`info` is the runner's unless it is served under another name, which then is in the names of its blocks."""
+        self.info = info or runner.info
+        self.clock = clock
+        self.failed: str | None = None
+        """Why no further step can succeed; set by `step`."""
+        self._runner = runner
+        self._pool = BlockPool(
+            self.info.num_blocks,
+            self.info.block_size,
+            lambda salt: root_name(model=self.info.model, revision=self.info.revision, salt=salt),
+        )
+        self._scheduler = Scheduler(self._pool, max_num_seqs=self.info.max_num_seqs, token_budget=token_budget)
+        self._token_budget = token_budget
+        self._max_len = min(self.info.max_model_len, self.info.num_blocks * self.info.block_size)
+        self._rates = _Rates(least_prefill_tokens=token_budget // 4)
+        self._seqs: dict[int, Seq] = {}
+        self._num_submitted = 0
+        self._num_generated = 0
+        self._failures = 0
+        self._outputs: list[Output] = []
+        self._admitted: list[str] = []
+
+    def warm_up(self) -> None:
+        """Run a full prefill step and a decode step before the first request, so that the first one finds everything loaded
+        and everybody who asks finds a measured rate. Writes into blocks that nobody has yet.
+        """
+        num_tokens = min(self._token_budget, self._max_len - 1)
+        prefill = self._warm_up_row(num_tokens, start=0)
+        decode = self._warm_up_row(1, start=num_tokens)
+        self._runner.step([self._warm_up_row(1, start=0)])  # the very first one loads code, and measures nothing
+        for row in (prefill, decode):
+            started = self.clock()
+            self._runner.step([row])
+            self._rates.observe(num_tokens if row is prefill else 0, self.clock() - started)
+
+    def _warm_up_row(self, num_tokens: int, start: int) -> ScheduledSeq:
+        return ScheduledSeq(
+            rid=-1,
+            tokens=[0] * num_tokens,
+            start=start,
+            block_table=range(-(-(start + num_tokens) // self.info.block_size)),
+            sample=True,
+            sampling=Sampling(max_tokens=1, temperature=0.0),
+            prompt_len=start + num_tokens,
+        )
+
+    def submit(self, submit: Submit) -> None:
+        assert submit.rid not in self._seqs, "a rid is used once"
+        ids = unpack_ids(submit.prompt)
+        refusal = self._refusal(ids)
+        if refusal is not None:
+            self._outputs.append(Output(rid=submit.rid, ids=[], finish_reason="rejected", message=refusal))
+            return
+        self._num_submitted += 1
+        seq = Seq(
+            rid=submit.rid,
+            root=self._pool.root(submit.salt),
+            ids=ids,
+            prompt_len=len(ids),
+            sampling=submit.sampling,
+            order=(submit.priority, self._num_submitted),
+        )
+        self._seqs[seq.rid] = seq
+        self._scheduler.add(seq)
+        self._admitted.append(submit.request_id)
+
+    def abort(self, rid: int) -> None:
+        """Forget a request. One that has ended meanwhile, or never was, is no error: the two may cross on their way."""
+        seq = self._seqs.pop(rid, None)
+        if seq is not None:
+            self._scheduler.remove(seq)
+
+    def has_work(self) -> bool:
+        """Whether `step` would do or tell something."""
+        return self._scheduler.has_work() or bool(self._outputs)
+
+    def step(self) -> StepReport:
+        """Run what is due, if anything. Afterwards look at `failed`."""
+        slices = self._scheduler.schedule()
+        if slices:
+            self._run(slices)
+        return self.report()
+
+    def report(self) -> StepReport:
+        """All that happened since the last report, and how things stand."""
+        outputs, self._outputs = self._outputs, []
+        admitted, self._admitted = self._admitted, []
+        delta = self._pool.take_delta()
+        scheduler = self._scheduler
+        return StepReport(
+            outputs=outputs,
+            stored=delta.stored,
+            removed=delta.removed,
+            admitted=admitted,
+            waiting=scheduler.num_waiting,
+            waiting_uncached_tokens=scheduler.num_pending_tokens(),
+            running=scheduler.num_running,
+            kv_used_blocks=self._pool.num_used,
+            kv_cached_blocks=self._pool.num_cached,
+            prefill_tok_s=self._rates.prefill_tok_s,
+            step_ms=self._rates.step_ms,
+            prompt_tokens_total=scheduler.num_prompt_tokens,
+            cached_tokens_total=scheduler.num_cached_tokens,
+            generated_tokens_total=self._num_generated,
+            preemptions_total=scheduler.num_preemptions,
+        )
+
+    def _refusal(self, ids: Sequence[int]) -> str | None:
+        """Why a prompt can never run here. The HTTP side has checked before; this keeps a slip from ending the engine."""
+        if not ids:
+            return "the prompt has no tokens"
+        if len(ids) >= self.info.max_model_len:
+            return f"a prompt of {len(ids)} tokens leaves no room to answer in a context of {self.info.max_model_len}"
+        if len(ids) >= self._max_len:
+            return f"a prompt of {len(ids)} tokens and its answer do not fit into {self._max_len} tokens of KV memory"
+        if max(ids) >= self.info.vocab_size:
+            return f"token id {max(ids)} is outside the vocabulary of {self.info.vocab_size}"
+        return None
+
+    def _run(self, slices: list[Slice]) -> None:
+        batch = [self._row(piece) for piece in slices]
+        started = self.clock()
+        try:
+            sampled = self._runner.step(batch)
+        except Exception as error:  # whatever a model can raise, out of memory included
+            _logger.exception("a step of %d sequences failed", len(slices))
+            self._fail(slices, error)
+            return
+        self._failures = 0
+        prefill_tokens = sum(piece.num_tokens for piece in slices if piece.seq.prefilling)
+        self._rates.observe(prefill_tokens, self.clock() - started)
+        for piece, token in zip(slices, sampled, strict=True):
+            self._scheduler.advance(piece)
+            if not piece.seq.num_uncomputed:
+                assert token is not None, "a runner samples where it is told to"
+                self._emit(piece.seq, token)
+
+    def _row(self, piece: Slice) -> ScheduledSeq:
+        seq = piece.seq
+        start = seq.num_computed
+        end = start + piece.num_tokens
+        return ScheduledSeq(
+            rid=seq.rid,
+            tokens=seq.ids[start:end],
+            start=start,
+            block_table=seq.table[: -(-end // self.info.block_size)],
+            sample=end == len(seq.ids),
+            sampling=seq.sampling,
+            prompt_len=seq.prompt_len,
+        )
+
+    def _emit(self, seq: Seq, token: int) -> None:
+        seq.ids.append(token)
+        self._num_generated += 1
+        reason = self._finish_reason(seq, token)
+        if reason is not None:
+            self._forget(seq)
+        self._outputs.append(
+            Output(rid=seq.rid, ids=[token], cached_tokens=seq.cached_tokens or 0, finish_reason=reason)
+        )
+
+    def _finish_reason(self, seq: Seq, token: int) -> FinishReason | None:
+        sampling = seq.sampling
+        if token in self._runner.eos_ids and not sampling.ignore_eos:
+            return "stop"
+        if token in sampling.stop_token_ids:
+            return "stop"
+        if len(seq.ids) - seq.prompt_len >= sampling.max_tokens or len(seq.ids) >= self._max_len:
+            return "length"
+        return None
+
+    def _fail(self, slices: list[Slice], error: Exception) -> None:
+        message = f"{type(error).__name__}: {error}"
+        for piece in slices:
+            self._forget(piece.seq)  # blocks that were sealed stay readable: earlier steps have filled them
+            self._outputs.append(
+                Output(
+                    rid=piece.seq.rid,
+                    ids=[],
+                    cached_tokens=piece.seq.cached_tokens or 0,
+                    finish_reason="error",
+                    message=message,
+                )
+            )
+        self._failures += 1
+        if self._failures == _FAILURES_TO_GIVE_UP:
+            self.failed = f"{self._failures} steps in a row failed, the last one with {message}"
+
+    def _forget(self, seq: Seq) -> None:
+        del self._seqs[seq.rid]
+        self._scheduler.remove(seq)
+
+
+class _Rates:
+    """Moving averages of measured steps; 0.0 until there is a measurement."""
+
+    _WEIGHT: Final = 0.2  # of the newest sample: half is forgotten after three steps
+
+    def __init__(self, least_prefill_tokens: int) -> None:
+        self._least_prefill_tokens = least_prefill_tokens
+        self.prefill_tok_s = 0.0
+        self.step_ms = 0.0
+
+    def observe(self, prefill_tokens: int, elapsed_s: float) -> None:
+        """A step of `prefill_tokens` (0: everybody generated) took `elapsed_s`."""
+        if elapsed_s <= 0.0:
+            return  # a clock too coarse for a tiny step says nothing
+        if not prefill_tokens:
+            self.step_ms = self._average(self.step_ms, 1000 * elapsed_s)
+        elif prefill_tokens >= self._least_prefill_tokens:
+            # A shorter one is mostly the fixed cost of a step: one token in 65 ms would make 1,500 a second look like 15.
+            self.prefill_tok_s = self._average(self.prefill_tok_s, prefill_tokens / elapsed_s)
+
+    def _average(self, old: float, new: float) -> float:
+        return old + self._WEIGHT * (new - old) if old else new

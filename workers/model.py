@@ -1,0 +1,125 @@
+"""The decoder: token ids of a step in, logits of the rows that sample out.
+
+One code path for every family in `workers.model_config`: pre-norm layers, grouped-query attention with RoPE, gated MLP. All
+rows of a step, decodes and prefill chunks alike, pass through as one flat batch; only attention knows which row belongs to
+whom. The residual stream is fp32 in every precision.
+
+RoPE is one complex multiplication: rows of q and k are packed so that the two dimensions of a pair are neighbours. Scores
+do not change, since q and k are permuted alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding, rms_norm, silu
+
+from workers.attention import Attention, AttentionPlan, KVCache
+from workers.plan import Precision
+from workers.quant import Linear, make_linear
+from workers.rotate import rotate
+from workers.weights import Weights
+
+__all__ = ["Decoder"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: Linear
+    qk_norm: torch.Tensor | None
+    """[heads + kv_heads, D]"""
+    o: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    def __init__(self, weights: Weights, precision: Precision, max_len: int) -> None:
+        """Packs every tensor of `weights`, one after the other. Positions up to `max_len` - 1 can be run."""
+        if precision == "int8":
+            weights = rotate(weights)
+        config = weights.config
+        self.config = config
+        # Rows are read of it, nothing is multiplied: half precision loses only bits that int8 and bf16 layers lose anyway.
+        table = weights.load("model.embed_tokens.weight")
+        self._embedding = table.to(torch.float32 if precision == "fp32" else torch.bfloat16)
+        del table
+        self._head = make_linear(precision, self._embedding if config.tied_head else weights.load("lm_head.weight"))
+        self._norm = weights.load("model.norm.weight").float()
+        self._layers = [_load_layer(weights, precision, f"model.layers.{i}") for i in range(config.num_layers)]
+        # fp32 angles, as the models were trained with.
+        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), torch.tensor(config.rope_frequencies()))
+        self._rope = torch.polar(torch.ones_like(angles), angles)  # [max_len, D / 2] complex
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: KVCache,
+        attention: Attention,
+        plan: AttentionPlan,
+        sampled: torch.Tensor,
+    ) -> torch.Tensor:
+        """ids [N], positions [N] → fp32 logits [len(sampled), vocab] of the rows `sampled`. Writes the step's KV."""
+        config = self.config
+        num_q, num_kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rope = self._rope.index_select(0, positions).unsqueeze(1)  # [N, 1, D / 2]
+        h = embedding(ids, self._embedding).float()  # [N, hidden]
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(self._rms_norm(h, layer.input_norm)).view(-1, num_q + 2 * num_kv, dim)
+            qk = qkv[:, : num_q + num_kv]  # a view: what follows changes qkv in place
+            if layer.qk_norm is not None:
+                qk.copy_(rms_norm(qk, (dim,), eps=config.norm_eps)).mul_(layer.qk_norm)
+            torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2)).mul_(rope)
+            qkv = qkv.to(cache.dtype)
+            cache.write(index, plan.slots, qkv[:, num_q:])
+            h += layer.o(attention.attend(index, qkv[:, :num_q], plan))
+            gate, up = layer.gate_up(self._rms_norm(h, layer.mlp_norm)).chunk(2, dim=-1)
+            # In place: at 512 rows a fresh tensor would cost as much as the product that made this one.
+            h += layer.down(silu(gate, inplace=True).mul_(up))
+        if not len(sampled):
+            return h.new_empty(0, config.vocab_size)
+        return self._head(self._rms_norm(h.index_select(0, sampled), self._norm))
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight.shape, weight, self.config.norm_eps)
+
+
+def _load_layer(weights: Weights, precision: Precision, prefix: str) -> _Layer:
+    config = weights.config
+    dim = config.head_dim
+
+    def load(name: str) -> torch.Tensor:
+        return weights.load(f"{prefix}.{name}")
+
+    def pair_up(rows: torch.Tensor) -> torch.Tensor:
+        """Rows of each head from the two halves of RoPE's pairs to neighbours."""
+        return rows.reshape(-1, 2, dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    def fused_qkv(kind: str) -> torch.Tensor:
+        q, k, v = (load(f"self_attn.{name}_proj.{kind}") for name in "qkv")
+        return torch.cat([pair_up(q), pair_up(k), v])
+
+    qk_norm = None
+    if config.qk_norm:
+        norms = [
+            (load(f"self_attn.{name}_norm.weight"), heads)
+            for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))
+        ]
+        qk_norm = torch.cat([pair_up(norm.float()).expand(heads, dim) for norm, heads in norms])
+    return _Layer(
+        input_norm=load("input_layernorm.weight").float(),
+        qkv=make_linear(precision, fused_qkv("weight"), fused_qkv("bias") if config.qkv_bias else None),
+        qk_norm=qk_norm,
+        o=make_linear(
+            precision, load("self_attn.o_proj.weight"), load("self_attn.o_proj.bias") if config.o_bias else None
+        ),
+        mlp_norm=load("post_attention_layernorm.weight").float(),
+        gate_up=make_linear(precision, torch.cat([load("mlp.gate_proj.weight"), load("mlp.up_proj.weight")])),
+        # What gate and up multiply to has outliers in every row, and no norm before it that would let them be rotated away.
+        down=make_linear(precision, load("mlp.down_proj.weight"), outliers=True),
+    )

@@ -1,0 +1,144 @@
+"""The prompt of a request as a client wrote it: messages, texts or ids, checked as far as a tokenizer cannot. Pure.
+
+Read only when the gateway did not send the ids along.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Raw
+
+from workers.api_error import ApiError, decode_json, invalid_value
+
+__all__ = [
+    "DetokenizeRequest",
+    "Prompt",
+    "TokenId",
+    "TokenizeRequest",
+    "chat_fields",
+    "completion_prompts",
+    "parse_detokenize",
+    "parse_tokenize",
+]
+
+MAX_PROMPTS: Final = 128
+"""Prompts in one completions body. Each is a sequence of its own, so this bounds what one request may put in the queue."""
+MAX_MESSAGES: Final = 2048
+MAX_TOOLS: Final = 128
+
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+TokenId = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[_Part] | None = None
+    tool_call_id: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    function: _Function
+
+
+class _Messages(msgspec.Struct):
+    """What a template relies on; it sees the whole objects."""
+
+    messages: Annotated[list[_Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+_messages_decoder = msgspec.json.Decoder(_Messages)
+_object_decoder: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+
+
+def chat_fields(body: bytes) -> dict[str, Any]:
+    """The decoded body for the chat template, once its messages and tools are known to be well formed."""
+    for index, message in enumerate(decode_json(_messages_decoder, body).messages):
+        _check_message(message, f"messages[{index}]")
+    return decode_json(_object_decoder, body)
+
+
+def _check_message(message: _Message, where: str) -> None:
+    if message.role not in _ROLES:
+        raise invalid_value(f"'{where}.role' must be one of {', '.join(sorted(_ROLES))}.", f"{where}.role")
+    if message.content is None and message.role != "assistant":
+        raise invalid_value(f"'{where}.content' must be a string or a list of parts.", f"{where}.content")
+    if message.role == "tool" and not message.tool_call_id:
+        raise invalid_value(f"'{where}.tool_call_id' is required for role 'tool'.", f"{where}.tool_call_id")
+    parts = message.content if isinstance(message.content, list) else ()
+    for index, part in enumerate(parts):
+        if part.type != "text" or part.text is None:
+            param = f"{where}.content[{index}]"
+            raise ApiError(400, "unsupported_content", f"'{param}': only text is supported.", param=param)
+
+
+Prompt = str | list[int]
+
+_prompt_decoder: msgspec.json.Decoder[str | list[str | TokenId | list[TokenId]]] = msgspec.json.Decoder(
+    str | list[str | TokenId | list[TokenId]]
+)
+
+
+def completion_prompts(raw: bytes) -> list[Prompt]:
+    """A string, ids, a list of strings or a list of id lists → one prompt each, none empty."""
+    value = decode_json(_prompt_decoder, raw, root="prompt")
+    prompts = _as_prompts(value)
+    if not prompts or not all(prompts):
+        raise invalid_value("'prompt' must not be empty.", "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise invalid_value(f"'prompt' takes at most {MAX_PROMPTS} prompts.", "prompt")
+    return prompts
+
+
+def _as_prompts(value: str | list[str | int | list[int]]) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    ids = [item for item in value if isinstance(item, int)]
+    if ids and len(ids) == len(value):
+        return [ids]
+    prompts: list[Prompt] = [item for item in value if not isinstance(item, int)]
+    if len(prompts) != len(value) or len({type(prompt) for prompt in prompts}) > 1:
+        raise invalid_value("'prompt' must be a string, token ids, a list of strings or a list of id lists.", "prompt")
+    return prompts
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /tokenize``: a text, or a chat to be rendered."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Raw = Raw(b"")
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    request = decode_json(_tokenize_decoder, body)
+    if (request.prompt is None) == (bytes(request.messages) in (b"", b"null")):
+        raise ApiError(400, "missing_required_parameter", "Give either 'prompt' or 'messages'.", param="prompt")
+    return request
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    return decode_json(_detokenize_decoder, body)

@@ -1,0 +1,158 @@
+"""The runner that computes with torch: `workers.engine.Runner` over a decoder, its KV memory and the sampler.
+
+Owns everything that takes memory. One call of `step` is one forward pass of all rows, decodes and prefill chunks alike, then
+one call of the sampler and one transfer of ids.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Final, Self
+
+import torch
+
+from workers.attention import Attention, Heights, KVCache, choose_heights
+from workers.engine import ScheduledSeq
+from workers.load_gguf import load_gguf
+from workers.load_safetensors import load_safetensors
+from workers.model import Decoder
+from workers.plan import plan_memory
+from workers.protocol import EngineInfo
+from workers.quant import choose_precision, supports_bf16
+from workers.sampler import Draw, sample
+from workers.tokenizer_files import generation_eos_ids
+from workers.weights import Weights
+
+__all__ = ["TorchRunner"]
+
+_COMPUTATION: Final = "1"
+"""Raise it with every change here that can change a bit of an answer."""
+
+
+class TorchRunner:
+    """Answers do not depend on batch, chunking or cache hits in precision int8; elsewhere up to rounding."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        name: str,
+        eos_ids: frozenset[int],
+        precision: str = "auto",
+        kv_bytes: int,
+        threads: int = 1,
+        max_num_seqs: int,
+        max_model_len: int | None = None,
+        block_size: int,
+    ) -> None:
+        """`threads` sets torch's for the whole process. Raises ModelError, or ValueError for sizes that do not fit."""
+        torch.set_num_threads(threads)
+        config = weights.config
+        chosen = choose_precision(precision)
+        kv_fp32 = chosen == "fp32" or not supports_bf16()
+        plan = plan_memory(
+            config, chosen, kv_bytes=kv_bytes, block_size=block_size, max_model_len=max_model_len, kv_fp32=kv_fp32
+        )
+        dtype = torch.float32 if kv_fp32 else torch.bfloat16
+        heights = Heights()
+        if chosen == "int8":  # elsewhere the linear layers' bits depend on the batch anyway
+            heights = choose_heights(
+                num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype
+            )
+        self._decoder = Decoder(weights, chosen, plan.max_model_len)
+        self._cache = KVCache(
+            num_layers=config.num_layers,
+            num_blocks=plan.num_blocks,
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+        )
+        self._attention = Attention(num_heads=config.num_heads, cache=self._cache, heights=heights)
+        self.eos_ids = eos_ids
+        self.info = EngineInfo(
+            model=name,
+            revision="",
+            precision=chosen,
+            numerics=_numerics(weights.digest, chosen, dtype, heights, threads),
+            block_size=block_size,
+            num_blocks=plan.num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=plan.max_model_len,
+            vocab_size=config.vocab_size,
+            weights_bytes=plan.weights_bytes,
+            kv_bytes_per_token=plan.kv_bytes_per_token,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        precision: str = "auto",
+        kv_bytes: int,
+        threads: int = 1,
+        max_num_seqs: int,
+        max_model_len: int | None = None,
+        block_size: int,
+    ) -> Self:
+        """From a .gguf file or a Hugging Face folder."""
+        runner = cls(
+            load_safetensors(path) if path.is_dir() else load_gguf(path),
+            name=path.name if path.is_dir() else path.stem,
+            eos_ids=generation_eos_ids(path),
+            precision=precision,
+            kv_bytes=kv_bytes,
+            threads=threads,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+        )
+        _give_back_free_memory()
+        return runner
+
+    @torch.inference_mode()
+    def step(self, batch: Sequence[ScheduledSeq]) -> list[int | None]:
+        ends = list(accumulate(len(seq.tokens) for seq in batch))
+        sampling = [(row, seq) for row, seq in enumerate(batch) if seq.sample]
+        logits = self._decoder.forward(
+            torch.tensor([token for seq in batch for token in seq.tokens]),
+            torch.tensor([p for seq in batch for p in range(seq.start, seq.start + len(seq.tokens))]),
+            cache=self._cache,
+            attention=self._attention,
+            plan=self._attention.plan(batch),
+            sampled=torch.tensor([ends[row] - 1 for row, _ in sampling], dtype=torch.int64),
+        )
+        result: list[int | None] = [None] * len(batch)
+        if sampling:
+            draws = [Draw(seq.sampling, seq.start + len(seq.tokens)) for _, seq in sampling]
+            for (row, _), token in zip(sampling, sample(logits, draws), strict=True):
+                result[row] = token
+        return result
+
+
+def _give_back_free_memory() -> None:
+    """glibc keeps what loading freed, 100 MB of 550 for the default model. Other C libraries have no such call."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _numerics(weights_digest: str, precision: str, dtype: torch.dtype, heights: Heights, threads: int) -> str:
+    """Everything that decides the bits of an answer. Conservative: machines that differ here may still agree."""
+    features = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
+    parts = (
+        _COMPUTATION,
+        weights_digest,
+        precision,
+        f"tiles {heights.single} {heights.most} {dtype}",
+        f"threads {threads}",
+        f"torch {torch.__version__}",
+        torch.backends.cpu.get_cpu_capability(),
+        *features,
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,193 @@
+"""Which sequences run in the next step, and over how many of their ids.
+
+Knows sequences and blocks; nothing of runners, sampling or messages. One step has a token budget, so that a long prompt
+is cut into chunks and those who already generate wait for one chunk at most, never for a whole prompt.
+
+In order: sequences that generate, ongoing prefills, waiting ones. Waiting ones are admitted first come first served within
+a priority, and only when the whole of what they have and one id more fit; their blocks are taken at once, so a prefill
+never runs out of memory halfway. A sequence that generates and finds no block takes those of the newest, which starts
+again from its ids later, mostly from the cache.
+
+What must hold:
+- Every step with something to do runs something: the sequence first in order is never preempted for another one, and the
+  length limit makes sure that it fits alone.
+- Who runs gets a token in every step: one is admitted only from the budget that all others leave over. So there are never
+  more running than tokens in the budget, and at most one of them has an unfinished prefill.
+- A sequence is waiting or running or forgotten, and holds blocks only while running.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import Final, NamedTuple
+
+from router.blocks import matchable_blocks
+from workers.block_pool import Block, BlockKey, BlockPool
+from workers.sequence import Seq
+
+__all__ = ["Scheduler", "Slice"]
+
+
+_LOOK_AHEAD: Final = 16
+"""How many waiting sequences may be stepped over in one step; each costs a look into the cache."""
+
+
+class Slice(NamedTuple):
+    """Run `num_tokens` ids of `seq`, from its first uncomputed one on."""
+
+    seq: Seq
+    num_tokens: int
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, token_budget: int) -> None:
+        self._pool = pool
+        self._block_size = pool.block_size
+        self._max_num_seqs = max_num_seqs
+        self._token_budget = token_budget
+        self._waiting: list[Seq] = []  # both sorted by Seq.order
+        self._running: list[Seq] = []
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of sequences at their first admission, and how many of them the cache gave
+        self.num_cached_tokens = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def num_pending_tokens(self) -> int:
+        """Tokens to compute before everybody here generates."""
+        waiting = sum(len(seq.ids) - seq.expected_cached for seq in self._waiting)
+        return waiting + sum(seq.num_uncomputed for seq in self._running if seq.prefilling)
+
+    def add(self, seq: Seq) -> None:
+        seq.expected_cached = len(self._match(seq)) * self._block_size
+        self._wait(seq)
+
+    def remove(self, seq: Seq) -> None:
+        """Forget a sequence, wherever it is, and give its blocks back."""
+        if seq in self._running:
+            self._running.remove(seq)
+            self._release(seq)
+        else:
+            self._waiting.remove(seq)
+
+    def schedule(self) -> list[Slice]:
+        """What to run now. The blocks for it are taken; `advance` is due for each slice that ran."""
+        before = self.num_preemptions
+        slices = self._schedule_decodes()
+        budget = self._token_budget - len(slices)
+        for seq in self._running:
+            if seq.prefilling:
+                slices.append(Slice(seq, min(seq.num_uncomputed, budget)))
+                budget -= slices[-1].num_tokens
+        if self.num_preemptions == before:  # else the next one admitted would take back what was just taken away
+            slices += self._admit(budget)
+        return slices
+
+    def advance(self, piece: Slice) -> None:
+        """The slice has run: what it filled becomes readable."""
+        seq = piece.seq
+        seq.num_computed += piece.num_tokens
+        size = self._block_size
+        while (seq.num_sealed + 1) * size <= seq.num_computed:
+            position = seq.num_sealed
+            parent = seq.parent_of(position)
+            block = self._pool.seal(seq.blocks[position], parent, seq.packed(position * size, (position + 1) * size))
+            seq.blocks[position] = block
+            seq.table[position] = block.index
+            seq.num_sealed += 1
+
+    def _schedule_decodes(self) -> list[Slice]:
+        slices: list[Slice] = []
+        for seq in [seq for seq in self._running if not seq.prefilling]:
+            if not seq.blocks:
+                continue  # preempted a moment ago, for one before it
+            if self._reserve_next(seq):
+                slices.append(Slice(seq, 1))
+        return slices
+
+    def _reserve_next(self, seq: Seq) -> bool:
+        """Make sure of a block for the next id. False: there was none, and `seq` itself was the newest."""
+        if len(seq.ids) <= len(seq.blocks) * self._block_size:
+            return True
+        while not self._pool.num_available:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        seq.hold(self._pool.allocate(1))
+        return True
+
+    def _preempt(self, seq: Seq) -> None:
+        self._running.remove(seq)
+        seq.expected_cached = seq.num_sealed * self._block_size
+        self._release(seq)
+        self._wait(seq)
+        self.num_preemptions += 1
+
+    def _admit(self, budget: int) -> list[Slice]:
+        slices: list[Slice] = []
+        filling = {self._filling_key(seq) for seq in self._running if seq.prefilling}
+        for seq in self._waiting[: self._max_num_seqs + _LOOK_AHEAD]:
+            if not budget or len(self._running) == self._max_num_seqs:
+                break
+            matched = self._match(seq)
+            seq.expected_cached = len(matched) * self._block_size
+            if self._wanted_key(seq, matched) in filling:
+                continue  # a running prefill computes this very block: wait a step and share it
+            if not self._try_start(seq, matched):
+                break  # nobody overtakes the one that waits for memory, or it could wait for ever
+            self._waiting.remove(seq)
+            filling.add(self._filling_key(seq))
+            slices.append(Slice(seq, min(seq.num_uncomputed, budget)))
+            budget -= slices[-1].num_tokens
+        return slices
+
+    def _filling_key(self, seq: Seq) -> BlockKey:
+        return seq.block_key(seq.num_sealed, seq.parent_of(seq.num_sealed), self._block_size)
+
+    def _wanted_key(self, seq: Seq, matched: list[Block]) -> BlockKey | None:
+        """Of the first block that the cache could give, but has not."""
+        if len(matched) == matchable_blocks(len(seq.ids), self._block_size):
+            return None
+        return seq.block_key(len(matched), matched[-1] if matched else seq.root, self._block_size)
+
+    def _try_start(self, seq: Seq, matched: list[Block]) -> bool:
+        """Take what is cached and blocks for the rest and one id more, or nothing."""
+        needed = len(seq.ids) // self._block_size + 1 - len(matched)
+        unused = sum(1 for block in matched if not block.users)
+        if needed > self._pool.num_available - unused:
+            return False
+        self._pool.acquire(matched)
+        seq.hold(matched)
+        seq.hold(self._pool.allocate(needed))
+        seq.num_sealed = len(matched)
+        seq.num_computed = len(matched) * self._block_size
+        seq.prefill_end = len(seq.ids)
+        if seq.cached_tokens is None:
+            seq.cached_tokens = seq.num_computed
+            self.num_prompt_tokens += seq.prompt_len
+            self.num_cached_tokens += seq.num_computed
+        insort(self._running, seq, key=lambda other: other.order)
+        return True
+
+    def _release(self, seq: Seq) -> None:
+        self._pool.release(seq.blocks)
+        seq.blocks = []
+        seq.table = []
+        seq.num_computed = seq.num_sealed = seq.prefill_end = 0
+
+    def _wait(self, seq: Seq) -> None:
+        insort(self._waiting, seq, key=lambda other: other.order)
+
+    def _match(self, seq: Seq) -> list[Block]:
+        """What the cache holds of its ids but the last, which must run to give logits."""
+        return self._pool.match(seq.root, seq.packed(0, len(seq.ids) - 1))

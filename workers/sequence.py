@@ -1,0 +1,65 @@
+"""One sequence on its way through the engine: its ids, its blocks, and how far both have come.
+
+A sequence has no phase. It has ids (prompt, then what was generated) and a count of those whose KV is computed; running it
+means closing the gap. A prefill, a chunk of one, a decode step and the recomputation after a preemption differ only in how
+wide the gap is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from router.wire import pack_ids
+from workers.block_pool import Block, BlockKey, Root
+from workers.protocol import Sampling
+
+__all__ = ["Seq"]
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    rid: int
+    root: Root
+    ids: array[int]
+    prompt_len: int
+    sampling: Sampling
+    order: tuple[int, int]
+    """(priority, number of arrival): a smaller one runs sooner and is preempted later."""
+
+    blocks: list[Block] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)
+    """The indices of `blocks`, kept beside them because every step hands them to the runner."""
+    num_computed: int = 0
+    """Ids whose KV is in the blocks, from the first on."""
+    num_sealed: int = 0
+    """Blocks, from the first on, that are readable by others."""
+    prefill_end: int = 0
+    """Up to here it is a prefill: the number of ids when it was admitted, last time."""
+    cached_tokens: int | None = None
+    """Prompt tokens found in the cache when it was admitted for the first time; None before that."""
+    expected_cached: int = 0
+    """While it waits: tokens that the cache would give, as of the last look."""
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.ids) - self.num_computed
+
+    @property
+    def prefilling(self) -> bool:
+        return self.num_computed < self.prefill_end
+
+    def packed(self, start: int, end: int) -> bytes:
+        return pack_ids(self.ids[start:end])
+
+    def parent_of(self, position: int) -> Root | Block:
+        return self.blocks[position - 1] if position else self.root
+
+    def block_key(self, position: int, parent: Root | Block, block_size: int) -> BlockKey:
+        """Key of its block at `position`. A tail that does not fill the block gives a key that no block has."""
+        return parent.identity, self.packed(position * block_size, (position + 1) * block_size)
+
+    def hold(self, blocks: list[Block]) -> None:
+        """Append blocks to those it holds."""
+        self.blocks += blocks
+        self.table += [block.index for block in blocks]

@@ -1,0 +1,129 @@
+"""A runner without a model: it knows how long a step takes and makes up what is said.
+
+Around it everything is real: server, scheduler, block pool, prefix cache, events. So a fleet of replicas with a realistic
+pace fits into one process, and an answer costs no arithmetic.
+
+Time is the runner's own: a step advances `clock` by what the model of time says and returns at once. Whoever drives the
+engine lets as much real time pass before it shows the step's outputs (`workers.client.InProcessEngineClient`).
+
+The text is a pure function of (seed, choice, position), so the same request gives the same text on every replica, and a
+continuation elsewhere has no seam. Ids are those of the trivial tokenizer (`router.trivial`): four bytes of ASCII each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from router.blocks import BLOCK_SIZE
+from router.trivial import EOS_ID
+from router.wire import unpack_ids
+from workers.engine import ScheduledSeq
+from workers.protocol import EngineInfo, Sampling
+
+__all__ = ["SIMULATED_TOKEN_BUDGET", "SimulatedRunner", "TimeModel", "simulated_info"]
+
+SIMULATED_TOKEN_BUDGET: Final = 2048
+"""Tokens a step, as large GPUs take them: 72 ms of prefill, which those who generate feel once or twice."""
+
+_SENTENCE: Final = 8
+"""Words in a sentence; the last one may be followed by the end of the answer."""
+
+_FIRST: Final = unpack_ids(b"The One Our His Her All Any Two ")
+_INNER: Final = unpack_ids(
+    b"old new red sun sea sky day man boy dog cat hat map way and but for not can may ran saw had got "
+)
+_LAST: Final = unpack_ids(b"me. it. us. so. up. on. in. by. ")
+
+_LEAST_TOKENS: Final = 32
+_MOST_TOKENS: Final = 256
+"""Bounds of a made-up answer's length: chat traces have a median of 100 to 200."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeModel:
+    """Seconds a step takes on the simulated accelerator. The defaults are those of the fleet in the design's simulation."""
+
+    prefill_s: float = 0.020
+    """Once for each prompt,"""
+    prefill_token_s: float = 0.000_035
+    """and for each of its tokens that was not cached. Prefills in one step run one after the other."""
+    decode_s: float = 0.045
+    """For all who generate together,"""
+    free_rows: int = 8
+    """up to this many;"""
+    decode_row: float = 0.005
+    """each one more adds this part of `decode_s`."""
+    speedup: float = 1.0
+
+    def step_s(self, batch: Sequence[ScheduledSeq]) -> float:
+        """Prefill waits for arithmetic, decode for memory, so a step that does both takes as long as the longer one."""
+        prefill = 0.0
+        num_decodes = 0
+        for row in batch:
+            if row.start >= row.prompt_len and len(row.tokens) == 1:
+                num_decodes += 1
+            else:
+                prefill += self.prefill_s * row.sample + self.prefill_token_s * len(row.tokens)
+        decode = self.decode_s * (1 + self.decode_row * max(0, num_decodes - self.free_rows)) if num_decodes else 0.0
+        return max(prefill, decode) / self.speedup
+
+
+def simulated_info(
+    *,
+    model: str = "simulated",
+    kv_tokens: int = 1 << 20,
+    block_size: int = BLOCK_SIZE,
+    max_num_seqs: int = 256,
+    max_model_len: int = 131_072,
+) -> EngineInfo:
+    return EngineInfo(
+        model=model,
+        revision="",
+        precision="simulated",
+        numerics="simulated/1",
+        block_size=block_size,
+        num_blocks=kv_tokens // block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=EOS_ID + 1,
+        weights_bytes=0,
+        kv_bytes_per_token=0,
+    )
+
+
+class SimulatedRunner:
+    eos_ids = frozenset({EOS_ID})
+
+    def __init__(self, info: EngineInfo, time_model: TimeModel | None = None) -> None:
+        self.info = info
+        self._time_model = time_model or TimeModel()
+        self._now = 0.0
+
+    def clock(self) -> float:
+        """Simulated seconds since the start. Give it to the `Engine`, so that it measures what was simulated."""
+        return self._now
+
+    def step(self, batch: Sequence[ScheduledSeq]) -> list[int | None]:
+        self._now += self._time_model.step_s(batch)
+        return [
+            _next_id(row.sampling, row.start + len(row.tokens), row.prompt_len) if row.sample else None for row in batch
+        ]
+
+
+def _next_id(sampling: Sampling, position: int, prompt_len: int) -> int:
+    seed = (sampling.seed + sampling.choice) & 0xFFFF_FFFF_FFFF_FFFF
+    place = position % _SENTENCE
+    if place == 0 and not sampling.ignore_eos:
+        length = _LEAST_TOKENS + _draw(seed, 0) % (_MOST_TOKENS - _LEAST_TOKENS)
+        if position - prompt_len >= length:
+            return EOS_ID
+    words = _FIRST if place == 0 else _LAST if place == _SENTENCE - 1 else _INNER
+    return words[_draw(seed, position) % len(words)]
+
+
+def _draw(seed: int, position: int) -> int:
+    return xxhash.xxh3_64_intdigest(position.to_bytes(8, "little"), seed)
