@@ -58,8 +58,7 @@ class RoutingSettings:
             value = getattr(self, name)
             if not 0 <= value < float("inf") or (value == 0 and name not in _MAY_BE_ZERO):
                 faults.append(f"{name} is {value}, out of range")
-        for name in ("max_w", "same_rate_within"):
-            if getattr(self, name) < 1:
-                faults.append(f"{name} is {getattr(self, name)}, below 1")
+        at_least_one = ("max_w", "same_rate_within")
+        faults += [f"{name} is {getattr(self, name)}, below 1" for name in at_least_one if getattr(self, name) < 1]
         if faults:
             raise ValueError("; ".join(faults))
