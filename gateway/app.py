@@ -207,7 +207,9 @@ async def run_gateway(settings: Settings) -> None:
 
 
 def _ask_to_stop(servers: list[uvicorn.Server]) -> None:
+    """Asked again, it waits for no answer that still runs."""
     for server in servers:
+        server.force_exit = server.should_exit
         server.should_exit = True
 
 

@@ -14,6 +14,7 @@ import msgspec
 from rich import box
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Column, Table
 
 __all__ = ["keys", "replicas"]
@@ -37,7 +38,7 @@ class AdminClient:
         try:
             self._http = httpx.Client(
                 base_url=f"{url.rstrip('/')}/admin/v1",
-                headers={"authorization": f"Bearer {key}".encode()},
+                headers={b"authorization": f"Bearer {key}".encode()},
                 timeout=_TIMEOUT_S,
                 trust_env=False,  # a proxy for the way out knows nothing of this machine or its neighbours
             )
@@ -159,7 +160,7 @@ class ReplicaTable:
     def _row(self, replica: Replica, now: float) -> Iterator[str]:
         load = replica["load"] or {}
         yield replica["id"]
-        yield replica["model"]
+        yield escape(replica["model"])  # a foreign replica may call it anything
         yield _state(replica)
         yield str(replica["trust"]).lower()
         yield str(load.get("running", replica["inflight"]))

@@ -230,8 +230,8 @@ async def _fetch_model(model: str) -> None:
     assert process.stderr is not None
     try:
         while said := await process.stderr.read(4096):
-            click.get_binary_stream("stderr").write(said)
-            click.get_binary_stream("stderr").flush()
+            sys.stderr.buffer.write(said)
+            sys.stderr.buffer.flush()
         code = await process.wait()
     finally:
         await _end_fetch(process)
@@ -368,9 +368,8 @@ def _require_free(name: str, port: int) -> None:
             probe.bind((_HOST, port))
         except OSError as error:
             why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-            raise click.ClickException(
-                f"port {port} {why}; choose another with {name}={port + 10 if port < 65000 else port - 10}"
-            ) from error
+            other = port + 10 if port < 65000 else port - 10
+            raise click.ClickException(f"port {port} {why}; choose another with {name}={other}") from error
 
 
 @contextlib.asynccontextmanager

@@ -86,6 +86,28 @@ def test_an_open_gateway_fronts_servers_it_did_not_start(tmp_path: Path) -> None
     assert all(count > 500 for count in cached[2:]), "each story goes back to the replica that saw it"
 
 
+def test_a_second_ctrl_c_waits_for_no_answer(tmp_path: Path) -> None:
+    port, admin_port = free_ports(2)
+    url = f"http://127.0.0.1:{port}"
+    ports = ("--port", str(port), "--admin-port", str(admin_port))
+    with (
+        worker(tmp_path) as replica,
+        process(WARMPATH, "serve", "--open", "--replicas", replica, *ports, folder=tmp_path) as gateway,
+    ):
+        wait_until(lambda: _answers(f"http://127.0.0.1:{admin_port}/ready"), 15, "the gateway is ready")
+        body = {"model": "simulated", "prompt": "long", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+            pieces = answer.iter_raw()  # kept: when it goes, the connection does
+            next(pieces)
+
+            gateway.send_signal(signal.SIGINT)
+            wait_until(lambda: not _answers(f"{url}/health"), 5, "it stops accepting")
+            assert gateway.poll() is None
+            gateway.send_signal(signal.SIGINT)
+
+            assert gateway.wait(timeout=3) == 0
+
+
 def test_open_is_refused_where_others_could_reach_it(tmp_path: Path) -> None:
     refused = _run(tmp_path, "serve", "--open", "--host", "0.0.0.0")
 
