@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 import secrets
@@ -89,13 +90,35 @@ class Options:
 
     def __post_init__(self) -> None:
         for url in (*self.gateway, *([self.advertise] if self.advertise else [])):
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if not _is_base_url(url):
                 raise click.UsageError(f"{url!r} is no URL; write http://host:port")
         if self.gateway and not self.join_token:
             raise click.UsageError("--gateway needs --join-token (or WARMPATH_JOIN_TOKEN)")
-        if not re.fullmatch(r"[\x21-\x7e]{1,512}", self.credential):
-            raise click.UsageError("--credential takes 1 to 512 printable characters without spaces")
+        secrets_given = [("--credential", self.credential)]
+        if self.gateway:
+            secrets_given.append(("--join-token", self.join_token))
+        for name, secret in secrets_given:
+            if not re.fullmatch(r"[\x21-\x7e]{1,512}", secret):
+                raise click.UsageError(f"{name} takes 1 to 512 printable characters without spaces")
+        if self.replica_id is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", self.replica_id):
+            raise click.UsageError("--replica-id takes 1 to 63 characters of a-z, 0-9 and -, with no - at its ends")
+        for name, number in (("--speedup", self.speedup), ("--grace", self.grace)):
+            if not math.isfinite(number):
+                raise click.UsageError(f"{name} takes a finite number")
+
+
+def _is_base_url(url: str) -> bool:
+    """Whether it is scheme, host and perhaps a port, and nothing that would change what is asked for."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username)
+        )
+    except ValueError:
+        return False
 
 
 _cache_option = click.option(
@@ -127,7 +150,7 @@ Examples:
 @click.option("--precision", type=click.Choice(["auto", "int8", "bf16", "fp32"]), default="auto", show_default=True)
 @click.option("--kv-memory", type=parse_size, metavar="SIZE", help="For the KV cache, as 512MiB.  [default: 512MiB]")
 @click.option(
-    "--max-model-len", type=click.IntRange(min=1), help="Tokens of prompt and answer.  [default: the model's]"
+    "--max-model-len", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the model's]"
 )
 @click.option("--max-num-seqs", type=click.IntRange(min=1), help="Sequences that run at once.")
 @click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default=True)

@@ -17,10 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from workers.api_error import ApiError
 from workers.client import EngineClient
 from workers.register import Registration, registered
-from workers.server import ReplicaApp
+from workers.server import ReplicaApp, new_request_id
 
 __all__ = ["bind", "is_loopback", "reachable_url", "serve", "stop_signals"]
 
@@ -89,7 +91,7 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -122,6 +124,21 @@ async def _wait_for_the_end(serving: asyncio.Task[None], engine: EngineClient, s
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), ENGINE_WATCH_S)
     return not engine.alive
+
+
+class _Protocol(HttpToolsProtocol):
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP never reaches the app, so its answer in OpenAI's shape is written here."""
+        body = ApiError(400, "invalid_http", msg).body()
+        head = (
+            "HTTP/1.1 400 Bad Request\r\n"
+            "content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n"
+            f"x-request-id: {new_request_id()}\r\n"
+            "connection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
 
 
 class _Server(uvicorn.Server):

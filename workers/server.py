@@ -40,9 +40,9 @@ from workers.prompts import parse_detokenize, parse_tokenize
 from workers.protocol import EngineInfo, StepReport
 from workers.publisher import Listener, Publisher
 from workers.shapes import model_card, model_list
-from workers.submission import check_model, context_length
+from workers.submission import check_model, check_vocabulary, context_length
 
-__all__ = ["ReplicaApp"]
+__all__ = ["ReplicaApp", "new_request_id"]
 
 _log = logging.getLogger(__name__)
 
@@ -146,6 +146,7 @@ class ReplicaApp:
     ) -> None:
         try:
             is_gateway = self._access.require_client(scope)
+            self._refuse_if_hung()
             request = parse(await read_json_body(scope, receive))
             if request.field is not None:
                 if not is_gateway:
@@ -161,6 +162,12 @@ class ReplicaApp:
             if reply.started:
                 raise  # nothing can be said any more; the server cuts the connection
             await reply.error(_OUR_FAULT)
+
+    def _refuse_if_hung(self) -> None:
+        """An idle engine that hangs must stay so: one more request would make its silence look like a long step."""
+        fault = self.find_fault()
+        if fault is not None and self._engine.alive:  # of a dead one the engine's client says more
+            raise ApiError(503, "unhealthy", fault)
 
     # --- everything that carries no load ---
 
@@ -235,6 +242,7 @@ class ReplicaApp:
         self._access.require_client(request.scope)
         asked = parse_detokenize(await read_json_body(request.scope, request.receive))
         check_model(asked.model, self._info)
+        check_vocabulary(asked.tokens, self._info, "tokens")
         text = await self._encoder.decode(asked.tokens)
         return _json(msgspec.json.encode({"prompt": text}))
 
@@ -277,7 +285,11 @@ def _request_id(scope: Scope) -> str:
     """The caller's, if it can be logged and echoed as it is; else a new one."""
     given = headers_named(scope, b"x-request-id")
     text = given[0].decode("latin-1") if len(given) == 1 else ""
-    return text if sane_request_id(text) else f"req-{secrets.token_hex(12)}"
+    return text if sane_request_id(text) else new_request_id()
+
+
+def new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
 
 
 def _with_request_id(send: Send, request_id: str) -> Send:

@@ -13,7 +13,7 @@ from workers.api_error import ApiError
 from workers.openai import GenerationRequest
 from workers.protocol import EngineInfo, Sampling, Submit
 
-__all__ = ["check_model", "check_request", "context_length", "given_ids", "submissions"]
+__all__ = ["check_model", "check_request", "check_vocabulary", "context_length", "given_ids", "submissions"]
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for text completions. A chat may use the rest of the context."""
@@ -43,8 +43,14 @@ def check_request(request: GenerationRequest, prompts: Sequence[bytes], info: En
     """Raises `ApiError` 400 for what the engine must not see."""
     for prompt in prompts:
         _check_prompt(request, prompt, info)
-    if any(id_ >= info.vocab_size for id_ in request.stop_token_ids):
-        raise ApiError(400, "invalid_value", "'stop_token_ids' is outside the vocabulary.", param="stop_token_ids")
+    check_vocabulary(request.stop_token_ids, info, "stop_token_ids")
+
+
+def check_vocabulary(ids: Sequence[int], info: EngineInfo, param: str) -> None:
+    highest = max(ids, default=0)
+    if highest >= info.vocab_size:
+        message = f"'{param}' has the token id {highest}, and the vocabulary ends at {info.vocab_size - 1}."
+        raise ApiError(400, "invalid_value", message, param=param)
 
 
 def _check_prompt(request: GenerationRequest, prompt: bytes, info: EngineInfo) -> None:
@@ -58,8 +64,7 @@ def _check_prompt(request: GenerationRequest, prompt: bytes, info: EngineInfo) -
     if len(ids) + wanted > context:
         message = f"The context has {context} tokens; the prompt takes {len(ids)} and the answer may take {wanted}."
         raise ApiError(400, "context_length_exceeded", message, param=param)
-    if max(ids) >= info.vocab_size:
-        raise ApiError(400, "invalid_value", f"'{param}' has a token id outside the vocabulary.", param=param)
+    check_vocabulary(ids, info, param)
 
 
 def submissions(

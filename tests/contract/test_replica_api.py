@@ -548,6 +548,14 @@ async def test_tokens_become_the_text_again(http: httpx.AsyncClient) -> None:
     assert text_again == {"prompt": prompt}
 
 
+@pytest.mark.parametrize("ids", [[1, 1 << 32], [-1], [True], [1.0], "1"])
+async def test_what_is_no_token_has_no_text(http: httpx.AsyncClient, ids: Any) -> None:
+    answer = await http.post("/detokenize", json={"tokens": ids})
+
+    assert answer.status_code == 400
+    assert error_of(answer)["param"].startswith("tokens")
+
+
 async def test_a_gateway_can_load_the_replicas_tokenizer(http: httpx.AsyncClient) -> None:
     body = (await http.get("/tokenizer")).json()
     digest = body.pop("digest")

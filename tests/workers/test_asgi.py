@@ -43,6 +43,22 @@ async def test_a_client_that_leaves_within_its_body_is_gone() -> None:
         await read_json_body({"headers": JSON}, receiving([body(b"{", more=True), GONE]))
 
 
+@pytest.mark.parametrize(
+    "data", [b'{"unknown": "\xff"}', b'{"\xff": 1}', b'{"a": "\xed\xa0\x80"}', '{"a": 1}'.encode("utf-16")]
+)
+async def test_a_body_that_is_not_utf_8_is_refused_wherever_it_is_wrong(data: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        await read_json_body({"headers": JSON}, receiving([body(data[:11], more=True), body(data[11:])]))
+
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+async def test_a_character_may_lie_across_two_pieces_of_a_body() -> None:
+    data = '{"a": "日本"}'.encode()
+
+    assert await read_json_body({"headers": JSON}, receiving([body(data[:9], more=True), body(data[9:])])) == data
+
+
 async def test_a_body_too_large_is_refused_unread() -> None:
     headers = [*JSON, (b"content-length", b"999999999")]
 

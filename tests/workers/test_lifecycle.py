@@ -162,6 +162,29 @@ async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
     assert aborted.endswith(" 1.0")
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: ten\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_what_is_no_http_is_a_400_in_openais_shape(data: bytes) -> None:
+    async with running() as replica:
+        reader, writer = await asyncio.open_connection(replica.http.base_url.host, replica.http.base_url.port)
+        writer.write(data)
+        async with asyncio.timeout(5):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"\r\nx-request-id: req-" in head
+    assert b"\r\ncontent-type: application/json" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
 def test_a_taken_port_shows_before_the_long_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         bind("127.0.0.1", taken.getsockname()[1])

@@ -118,6 +118,20 @@ async def test_a_dead_gateway_holds_up_no_other(gateway: Gateway, url: str) -> N
         await eventually(lambda: bool(gateway.beats))
 
 
+@pytest.mark.parametrize(
+    ("gateway_url", "token"), [("http://127.0.0.1:port", "join"), ("http://[::1", "join"), (None, "jo\u00efn")]
+)
+async def test_a_gateway_that_cannot_even_be_asked_holds_up_no_other(
+    gateway: Gateway, url: str, gateway_url: str | None, token: str
+) -> None:
+    hopeless = Registration(gateway=gateway_url or url, replica_id="r-0", spec=SPEC, join_token=token, pace=QUICK)
+
+    async with registered([hopeless, registration(url)]):
+        await eventually(lambda: bool(gateway.beats))
+
+    assert ("DELETE", "r-1") in gateway.calls
+
+
 async def test_the_log_tells_changes_only(gateway: Gateway, url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="workers.register")
     gateway.failing = True

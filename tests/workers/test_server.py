@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from router.prompt import TokenizerFiles, load_prompter
 from router.trivial import TrivialTokenizer
@@ -150,6 +152,37 @@ async def test_an_engine_that_hangs_when_idle_is_unhealthy(monkeypatch: pytest.M
         fault = app.find_fault()
     assert fault is not None
     assert "not reported" in fault
+
+
+async def test_a_request_does_not_make_a_hung_engine_look_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_over(quick_runner())
+    async with replica(engine) as (http, app):
+        monkeypatch.setattr(type(engine), "last_tick", property(lambda _: time.monotonic() - 3))
+
+        answers = [await http.post(CHAT, json={**BODY, "stream": stream}) for stream in (False, True)]
+
+        assert app.find_fault() is not None
+    assert [(answer.status_code, code_of(answer)) for answer in answers] == [(503, "unhealthy")] * 2
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/detokenize"])
+async def test_a_client_that_leaves_within_its_body_is_no_fault_of_ours(path: str) -> None:
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        """As the server does when the connection is closed."""
+
+    async with replica(engine_over(quick_runner())) as (_, app):
+        await app(scope, receive, send)  # what it raises the server logs as a bug
 
 
 class _Scripted(SimulatedRunner):
