@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.openai import ApiError
 
-__all__ = ["ClientGone", "Reply", "header", "read_body", "request_id", "retry_headers", "while_connected"]
+__all__ = ["ClientGone", "Reply", "error_headers", "header", "read_body", "request_id", "while_connected"]
 
 Header = tuple[bytes, bytes]
 
@@ -134,15 +134,16 @@ class Reply:
         await self.end(body)
 
     async def error(self, error: ApiError, headers: Iterable[Header] = ()) -> None:
-        await self.json(error.status, error.body(), [*retry_headers(error), *headers])
+        await self.json(error.status, error.body(), [*error_headers(error), *headers])
 
 
-def retry_headers(error: ApiError) -> list[Header]:
-    """When to come back, in both forms that OpenAI's SDKs read; they ignore waits over 120 s."""
-    if error.retry_after_s is None:
-        return []
-    seconds = max(error.retry_after_s, 0.001)
-    return [
-        (b"retry-after", str(max(1, round(seconds))).encode()),
-        (b"retry-after-ms", str(max(1, round(seconds * 1000))).encode()),
-    ]
+def error_headers(error: ApiError) -> list[Header]:
+    """How to ask, for who has no valid key; when to come back, in both forms that OpenAI's SDKs read (at most 120 s)."""
+    headers: list[Header] = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
+    if error.retry_after_s is not None:
+        seconds = max(error.retry_after_s, 0.001)
+        headers += [
+            (b"retry-after", str(max(1, round(seconds))).encode()),
+            (b"retry-after-ms", str(max(1, round(seconds * 1000))).encode()),
+        ]
+    return headers

@@ -134,10 +134,18 @@ def replicas(
     with Live(console=Console(), auto_refresh=False) as live:
         try:
             while True:
-                live.update(table.render(_replicas(admin), time.monotonic()), refresh=True)
+                live.update(_watched(table, admin), refresh=True)
                 time.sleep(interval_s)
         except KeyboardInterrupt:
             return
+
+
+def _watched(table: ReplicaTable, admin: AdminClient) -> Table | str:
+    """The table, or why there is none just now: a gateway that restarts does not end the watch."""
+    try:
+        return table.render(_replicas(admin), time.monotonic())
+    except click.ClickException as error:
+        return error.format_message()
 
 
 def _replicas(admin: AdminClient) -> list[Replica]:

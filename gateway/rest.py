@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.asgi import ClientGone, header, read_body, request_id, retry_headers
+from gateway.asgi import ClientGone, error_headers, header, read_body, request_id
 from gateway.keys import KeyRecord, KeyStore
 from gateway.openai import ApiError
 
@@ -170,9 +170,7 @@ def _json(status: int, body: bytes, headers: Mapping[str, str] | None = None) ->
 
 def answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    headers = {name.decode(): value.decode() for name, value in retry_headers(error)}
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
     return _json(error.status, error.body(), headers)
 
 

@@ -62,6 +62,11 @@ def test_what_is_no_key_at_all_is_a_401_too(up: Up, header: bytes) -> None:
     assert_openai_shape(answer, 401, "invalid_api_key")
 
 
+def test_a_refused_key_is_told_how_to_ask(up: Up) -> None:
+    for method, path in (("GET", "/models"), ("POST", "/chat/completions")):
+        assert httpx.request(method, f"{up.base_url}{path}").headers["www-authenticate"] == "Bearer"
+
+
 def test_two_keys_are_none(up: Up) -> None:
     header = (b"authorization", f"Bearer {up.api_key}".encode())
 
