@@ -33,7 +33,7 @@ from workers.engine_process import EngineArgs
 from workers.hub import LocalModel, cache_dir, resolve
 from workers.lifecycle import bind, is_loopback, reachable_url, serve, stop_signals
 from workers.model_config import read_config
-from workers.model_errors import ModelError
+from workers.model_errors import ModelDamaged, ModelError
 from workers.protocol import EngineInfo
 from workers.register import Registration
 from workers.server import ReplicaApp
@@ -224,11 +224,17 @@ async def _run(options: Options, engine: EngineClient, files: TokenizerFiles) ->
             info = await _start(engine, stop)
             if info is None:
                 return True
+            prompter = await asyncio.get_running_loop().run_in_executor(executor, load_prompter, files)
+            if prompter.max_id >= info.vocab_size:
+                raise ModelDamaged(
+                    f"the tokenizer has ids up to {prompter.max_id}, the model's embedding ends at {info.vocab_size - 1}: "
+                    "they do not belong together"
+                )
             app = ReplicaApp(
                 engine=engine,
                 info=info,
                 files=files,
-                prompter=await asyncio.get_running_loop().run_in_executor(executor, load_prompter, files),
+                prompter=prompter,
                 executor=executor,
                 credential=options.credential,
                 on_loopback=is_loopback(sock),

@@ -11,6 +11,10 @@ together as a *piece* of some height (positions), 1 in decode and up to 256 in p
 call. That a row's bits do not depend on the height holds for the bf16 kernels seen so far when heights above 1 are multiples
 of 16; `choose_heights` tries it at start and gives up height (speed), not equality, where it fails.
 
+A layer with a sliding window leaves out the tiles that no query of the own tile can see. Which those are, and which lie on
+the window's edge and need a mask, follows from a tile's distance to the own one alone, so it is the same in every step. A query
+that sees nothing of an edge tile gives it the weight zero.
+
 Group sharing (GQA) is folded into the query rows: a piece of height h has h * group rows for each KV head.
 
 What must hold: memory of the cache is never NaN, because masked keys are multiplied by zero (it starts as zeros); a piece
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 import mmap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -103,20 +107,65 @@ class _Piece:
         positions = range(self.base, self.base + self.height)
         return [self.token + min(max(p, self.low), self.high - 1) - self.low for p in positions]
 
+    def offsets(self) -> range:
+        """Of each position within the own tile."""
+        return range(self.base % TILE, self.base % TILE + self.height)
+
+
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """What queries see of the tiles that they do not see whole, for one width of window."""
+
+    visible: torch.Tensor
+    """[(1 + edges) * TILE, TILE]: for each offset of a query in its own tile, 0 where it sees the key, -inf where not. First of
+    its own tile, then of those on the edge. A query that sees nothing of a tile has zeros: what the kernel makes of a row that
+    is masked throughout differs between machines, so it is given something to see, of which `blind` takes the weight away."""
+    blind: torch.Tensor
+    """[(1 + edges) * TILE], fp32: -inf where a query sees nothing, else 0."""
+    edges: Mapping[int, int]
+    """Distance to the own tile, in tiles → place in `visible`."""
+    farthest: int | None
+    """Distance of the last tile of which anything is seen; None: no window."""
+
+    @classmethod
+    def of(cls, window: int | None, dtype: torch.dtype) -> _Masks:
+        query = torch.arange(TILE).unsqueeze(1)
+        key = torch.arange(TILE)
+        seen = [key <= query]
+        edges: dict[int, int] = {}
+        farthest = None
+        if window is not None:
+            seen[0] &= key > query - window
+            farthest = (window + TILE - 2) // TILE  # the query at offset 0 sees window - 1 keys before its tile
+            for distance in range(max(1, window // TILE - 1), farthest + 1):
+                if (distance + 1) * TILE - 1 >= window:  # else even the last query sees its first key
+                    edges[distance] = len(seen)
+                    seen.append(key - distance * TILE > query - window)
+        sees = torch.cat(seen)
+        blind = ~sees.any(-1)
+        return cls(
+            visible=_minus_infinity_where(~sees & ~blind.unsqueeze(1), dtype),
+            blind=_minus_infinity_where(blind, torch.float32),
+            edges=edges,
+            farthest=farthest,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Pieces of one height: P of them, with F earlier tiles between them."""
+    """Pieces of one height: P of them. Between them they have E tiles on the edge of the window and F whole ones."""
 
     num_pieces: int
     rows: torch.Tensor
     """[P * height]"""
     mask: torch.Tensor
-    """[P, 1, height * group, TILE]: what each query sees of its own tile."""
+    """[P + E, 1, height * group, TILE]: what each query sees of its own tile, and of those on the edge."""
     tile_rows: torch.Tensor
-    """The P own tiles, then the F earlier ones of each piece in order."""
+    """The P own tiles, the E on the edge, then the F whole ones, those of each piece in order."""
     owner: torch.Tensor
-    """[F]: the piece an earlier tile belongs to."""
+    """[E + F]: the piece an earlier tile belongs to."""
+    blind: torch.Tensor
+    """[E, 1, height * group]: -inf where a query sees nothing of a tile on the edge, else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +173,29 @@ class AttentionPlan:
     """All of a step's bookkeeping, made once and used by every layer."""
 
     slots: torch.Tensor
-    groups: tuple[_Group, ...]
+    groups: Mapping[int | None, tuple[_Group, ...]]
+    """By window. The pieces are the same in each, in the same order."""
     outputs: torch.Tensor
     """[N]: row of each token in the groups' results, one after the other."""
 
 
 class Attention:
-    def __init__(self, *, num_heads: int, cache: KVCache, heights: Heights) -> None:
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        cache: KVCache,
+        heights: Heights,
+        windows: Sequence[int | None] = (),
+        scale: float | None = None,
+    ) -> None:
+        """`windows`: of each layer, see `ModelConfig`. `scale`: of the scores, head_dim ** -0.5 unless told otherwise."""
         self._cache = cache
         self._heights = heights
         self._group_size = num_heads // cache.num_kv_heads
-        self._visible = _causal(cache.dtype)
+        self._scale = scale
+        self._windows = tuple(windows) or (None,) * len(cache.layers)
+        self._masks = {window: _Masks.of(window, cache.dtype) for window in self._windows}
 
     def plan(self, batch: Sequence[ScheduledSeq]) -> AttentionPlan:
         """The tokens of the batch, one row after the other, are the step's N queries."""
@@ -158,13 +219,16 @@ class Attention:
                 done += height
         return AttentionPlan(
             slots=self._cache.slots(torch.tensor(positions)),
-            groups=tuple(self._group(pieces) for pieces in by_height.values()),
+            groups={
+                window: tuple(self._group(pieces, masks) for pieces in by_height.values())
+                for window, masks in self._masks.items()
+            },
             outputs=torch.tensor(outputs),
         )
 
     def attend(self, layer: int, q: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """q [N, H, D] → [N, H * D] fp32. KV of the step must have been written before."""
-        results = [self._attend_group(layer, q, group) for group in plan.groups]
+        results = [self._attend_group(layer, q, group) for group in plan.groups[self._windows[layer]]]
         joined = torch.cat(results) if len(results) > 1 else results[0]
         return joined.index_select(0, plan.outputs).float()
 
@@ -174,35 +238,60 @@ class Attention:
         # [P, height, kv_heads, group, D] → [P, kv_heads, height * group, D]
         rows = q.index_select(0, group.rows).view(num_pieces, -1, num_heads, self._group_size, dim)
         queries = rows.transpose(1, 2).reshape(num_pieces, num_heads, -1, dim)
-        out, lse = _tiles(queries, keys[:num_pieces], values[:num_pieces], group.mask)
-        if len(group.owner):
+        num_masked, num_edges = len(group.mask), len(group.blind)
+        masked = torch.cat([queries, queries.index_select(0, group.owner[:num_edges])]) if num_edges else queries
+        out, lse = self._tiles(masked, keys[:num_masked], values[:num_masked], group.mask)
+        parts = [(out[num_pieces:], lse[num_pieces:] + group.blind)] if num_edges else []
+        whole = group.owner[num_edges:]
+        if len(whole):
             one = num_pieces == 1  # then no copy for each tile
-            earlier = queries.expand(len(group.owner), -1, -1, -1) if one else queries.index_select(0, group.owner)
-            more, more_lse = _tiles(earlier, keys[num_pieces:], values[num_pieces:])
-            out = _combine(out, lse, more, more_lse, group.owner)
+            earlier = queries.expand(len(whole), -1, -1, -1) if one else queries.index_select(0, whole)
+            parts.append(self._tiles(earlier, keys[num_masked:], values[num_masked:]))
+        if parts:
+            more, more_lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+            out = _combine(out[:num_pieces], lse[:num_pieces], more, more_lse, group.owner)
         out = out.view(num_pieces, num_heads, -1, self._group_size, dim).transpose(1, 2)
         return out.reshape(-1, num_heads * self._group_size * dim)
 
-    def _group(self, pieces: list[_Piece]) -> _Group:
+    def _tiles(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _tiles(queries, keys, values, mask, self._scale)
+
+    def _group(self, pieces: list[_Piece], masks: _Masks) -> _Group:
         per_tile = TILE // self._cache.block_size
         own: list[int] = []
-        earlier: list[int] = []
-        owner: list[int] = []
+        tiles: dict[bool, list[int]] = {
+            True: [],
+            False: [],
+        }  # blocks of the earlier ones, by whether they are on the edge
+        owner: dict[bool, list[int]] = {True: [], False: []}
+        edges: list[int] = []  # the row of `masks` that each query has for each tile on the edge
         for index, piece in enumerate(pieces):
-            tile = piece.base // TILE
-            blocks = piece.table[tile * per_tile : (tile + 1) * per_tile]
+            own_tile = piece.base // TILE
+            blocks = piece.table[own_tile * per_tile : (own_tile + 1) * per_tile]
             own += blocks
             own += [0] * (per_tile - len(blocks))  # any block will do, its keys are masked
-            earlier += piece.table[: tile * per_tile]
-            owner += [index] * tile
-        offsets = torch.tensor([p % TILE for piece in pieces for p in range(piece.base, piece.base + piece.height)])
-        visible = self._visible.index_select(0, offsets).view(len(pieces), -1, 1, TILE)
+            first = max(0, own_tile - masks.farthest) if masks.farthest is not None else 0
+            for tile in range(first, own_tile):
+                on_edge = own_tile - tile in masks.edges
+                tiles[on_edge] += piece.table[tile * per_tile : (tile + 1) * per_tile]
+                owner[on_edge].append(index)
+                if on_edge:
+                    edges += [masks.edges[own_tile - tile] * TILE + offset for offset in piece.offsets()]
+        rows = torch.tensor([offset for piece in pieces for offset in piece.offsets()] + edges)
+        height = pieces[0].height
+        blind = masks.blind.index_select(0, rows[len(pieces) * height :]).view(-1, 1, height, 1)
         return _Group(
             num_pieces=len(pieces),
             rows=torch.tensor([row for piece in pieces for row in piece.rows()]),
-            mask=visible.expand(-1, -1, self._group_size, -1).reshape(len(pieces), 1, -1, TILE),
-            tile_rows=self._cache.tile_rows(torch.tensor(own + earlier).view(-1, per_tile)),
-            owner=torch.tensor(owner, dtype=torch.int64),
+            mask=masks.visible.index_select(0, rows)
+            .view(-1, height, 1, TILE)
+            .expand(-1, -1, self._group_size, -1)
+            .reshape(-1, 1, height * self._group_size, TILE),
+            tile_rows=self._cache.tile_rows(torch.tensor(own + tiles[True] + tiles[False]).view(-1, per_tile)),
+            owner=torch.tensor(owner[True] + owner[False], dtype=torch.int64),
+            blind=blind.expand(-1, -1, -1, self._group_size).flatten(2),
         )
 
 
@@ -227,13 +316,19 @@ def _pieces(batch: Sequence[ScheduledSeq], heights: Heights) -> list[_Piece]:
 
 
 def _tiles(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries [B, kv_heads, rows, D] against one tile each, [B, kv_heads, TILE, D] → results and log-sum-exp
     [B, kv_heads, rows]. The kernel of F.scaled_dot_product_attention, by its own name: only so it tells the latter."""
     out: torch.Tensor
     lse: torch.Tensor
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, attn_mask=mask)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries, keys, values, attn_mask=mask, scale=scale
+    )
     return out, lse
 
 
@@ -251,9 +346,8 @@ def _combine(
     return result.div_(total.unsqueeze(-1))
 
 
-def _causal(dtype: torch.dtype) -> torch.Tensor:
-    """[TILE, TILE]: 0 where the query at that offset sees the key, -inf where it does not."""
-    return torch.full((TILE, TILE), float("-inf"), dtype=dtype).triu_(1)
+def _minus_infinity_where(where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(where.shape, dtype=dtype).masked_fill_(where, float("-inf"))
 
 
 def _zeros(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -270,28 +364,32 @@ def choose_heights(*, num_heads: int, num_kv_heads: int, head_dim: int, dtype: t
         torch.randn(shape, generator=generator).to(dtype)
         for shape in ((TILE, num_kv_heads, group, head_dim), *[(1, num_kv_heads, TILE, head_dim)] * 2)
     )
-    visible = _causal(dtype)
+    # Nothing masked, an own tile, and one on the edge of a window.
+    masks = _Masks.of(TILE, dtype)
+    visible = {None: None, "own": masks.visible[:TILE], "edge": masks.visible[TILE:]}
 
-    def run(height: int, *, masked: bool) -> list[torch.Tensor]:
+    def run(height: int, kind: str | None) -> list[torch.Tensor]:
         """Results and log-sum-exp by (position, kv_head, group), for as many positions as whole pieces hold."""
         num_pieces = TILE // height
         rows = queries[: num_pieces * height].view(num_pieces, height, num_kv_heads, group, head_dim)
-        mask = visible[: num_pieces * height].view(num_pieces, 1, height, 1, TILE).expand(-1, -1, -1, group, -1)
+        mask = visible[kind]
+        if mask is not None:
+            mask = mask[: num_pieces * height].view(num_pieces, 1, height, 1, TILE).expand(-1, -1, -1, group, -1)
         shape = (num_pieces, -1, -1, -1)
         out, lse = _tiles(
             rows.transpose(1, 2).flatten(2, 3),
             keys.expand(shape),
             values.expand(shape),
-            mask.flatten(2, 3) if masked else None,
+            mask.flatten(2, 3) if mask is not None else None,
         )
         order = (num_pieces, num_kv_heads, height, group)
         return [part.reshape(*order, -1).transpose(1, 2).flatten(0, 1) for part in (out, lse)]
 
-    reference = {masked: run(_ALIGN, masked=masked) for masked in (False, True)}
+    reference = {kind: run(_ALIGN, kind) for kind in visible}
 
     def agrees(height: int) -> bool:
-        for masked, wanted in reference.items():
-            for part, whole in zip(run(height, masked=masked), wanted, strict=True):
+        for kind, wanted in reference.items():
+            for part, whole in zip(run(height, kind), wanted, strict=True):
                 if not torch.equal(part, whole[: len(part)]):
                     return False
         return True

@@ -231,7 +231,10 @@ def main(argv: Sequence[str] | None = None, build: Callable[[EngineArgs], Engine
     options = parser.parse_args(argv)
     args = msgspec.json.decode(options.args, type=EngineArgs)
     with socket.socket(fileno=options.fd) as sock:
-        return serve(sock, lambda: build(args))
+        code = serve(sock, lambda: build(args))
+    # The parent ends us as soon as it has our last word. An exception in the interpreter's own last steps would be told.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return code
 
 
 if __name__ == "__main__":

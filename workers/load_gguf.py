@@ -1,8 +1,9 @@
 """``.gguf`` → `Weights`.
 
 Any tensor type that the `gguf` package can dequantize is taken, whatever the mix; the engine's own precision is chosen later
-(`workers.quant`). Two things differ from a Hugging Face folder: names, and in Llama files the order of the rows of q and
-k, which are stored for RoPE on neighbouring dimensions.
+(`workers.quant`). Three things differ from a Hugging Face folder: names; in Llama files the order of the rows of q and
+k, which are stored for RoPE on neighbouring dimensions; in Gemma files the weights of norms, which have the 1 added already
+that a folder leaves to the model.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ _LAYER: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_LAYER: Final = _LAYER | {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _PERMUTED: Final = ("llama", "mistral")
 """Families whose files hold q and k rows permuted."""
 
@@ -55,8 +61,9 @@ _ROPE_DIVISORS: Final = "rope_freqs.weight"
 def load_gguf(path: Path) -> Weights:
     file = read_gguf(path)
     _check_complete(file)
-    names = {_hf_name(name): name for name in file.tensors}
     config = config_from_gguf(file.metadata, {name: entry.shape for name, entry in file.tensors.items()})
+    layer = _GEMMA_LAYER if config.post_norms else _LAYER
+    names = {_hf_name(name, layer): name for name in file.tensors}
     if _ROPE_DIVISORS in file.tensors:
         divisors = _dequantize(file, file.tensors[_ROPE_DIVISORS]).tolist()
         config = replace(config, rope_divisors=tuple(divisors))
@@ -69,13 +76,13 @@ def load_gguf(path: Path) -> Weights:
     return Weights(config, digest_files([path]), load)
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
     """Names that we do not know stay as they are; nobody asks for them."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None:
         return name
     layer, stem, kind = match.groups()
-    known: Mapping[str, str] = _TOP if layer is None else _LAYER
+    known: Mapping[str, str] = _TOP if layer is None else layer_names
     if stem not in known:
         return name
     prefix = "" if layer is None else f"model.layers.{layer}."

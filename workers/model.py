@@ -1,6 +1,7 @@
 """The decoder: token ids of a step in, logits of the rows that sample out.
 
-One code path for every family in `workers.model_config`: pre-norm layers, grouped-query attention with RoPE, gated MLP. All
+One code path for every family in `workers.model_config`: pre-norm layers, grouped-query attention with RoPE, gated MLP; some
+have windows, norms over heads, or norms over what a layer adds. All
 rows of a step, decodes and prefill chunks alike, pass through as one flat batch; only attention knows which row belongs to
 whom. The residual stream is fp32 in every precision.
 
@@ -13,12 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import embedding, gelu, rms_norm, silu
 
 from workers.attention import Attention, AttentionPlan, KVCache
+from workers.model_config import ModelConfig
 from workers.plan import Precision
 from workers.quant import Linear, make_linear
-from workers.rotate import rotate
+from workers.rotate import can_rotate, rotate
 from workers.weights import Weights
 
 __all__ = ["Decoder"]
@@ -30,16 +32,21 @@ class _Layer:
     qkv: Linear
     qk_norm: torch.Tensor | None
     """[heads + kv_heads, D]"""
+    local_rope: bool
     o: Linear
+    o_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+    down_norm: torch.Tensor | None
 
 
 class Decoder:
     def __init__(self, weights: Weights, precision: Precision, max_len: int) -> None:
         """Packs every tensor of `weights`, one after the other. Positions up to `max_len` - 1 can be run."""
-        if precision == "int8":
+        # Inputs that keep their outliers take two bytes each.
+        rotated = precision == "int8" and can_rotate(weights.config)
+        if rotated:
             weights = rotate(weights)
         config = weights.config
         self.config = config
@@ -47,12 +54,12 @@ class Decoder:
         table = weights.load("model.embed_tokens.weight")
         self._embedding = table.to(torch.float32 if precision == "fp32" else torch.bfloat16)
         del table
-        self._head = make_linear(precision, self._embedding if config.tied_head else weights.load("lm_head.weight"))
+        head = self._embedding if config.tied_head else weights.load("lm_head.weight")
+        self._head = make_linear(precision, head, outliers=not rotated)
+        del head
         self._norm = weights.load("model.norm.weight").float()
-        self._layers = [_load_layer(weights, precision, f"model.layers.{i}") for i in range(config.num_layers)]
-        # fp32 angles, as the models were trained with.
-        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), torch.tensor(config.rope_frequencies()))
-        self._rope = torch.polar(torch.ones_like(angles), angles)  # [max_len, D / 2] complex
+        self._layers = [_load_layer(weights, precision, i, rotated=rotated) for i in range(config.num_layers)]
+        self._ropes = {local: _rope(config, max_len, local=local) for local in {x.local_rope for x in self._layers}}
 
     @torch.inference_mode()
     def forward(
@@ -67,20 +74,26 @@ class Decoder:
         """ids [N], positions [N] → fp32 logits [len(sampled), vocab] of the rows `sampled`. Writes the step's KV."""
         config = self.config
         num_q, num_kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        rope = self._rope.index_select(0, positions).unsqueeze(1)  # [N, 1, D / 2]
+        # [N, 1, D / 2]
+        ropes = {local: rope.index_select(0, positions).unsqueeze(1) for local, rope in self._ropes.items()}
         h = embedding(ids, self._embedding).float()  # [N, hidden]
+        if config.embedding_scale is not None:
+            h *= config.embedding_scale
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(self._rms_norm(h, layer.input_norm)).view(-1, num_q + 2 * num_kv, dim)
             qk = qkv[:, : num_q + num_kv]  # a view: what follows changes qkv in place
             if layer.qk_norm is not None:
                 qk.copy_(rms_norm(qk, (dim,), eps=config.norm_eps)).mul_(layer.qk_norm)
-            torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2)).mul_(rope)
+            torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2)).mul_(ropes[layer.local_rope])
             qkv = qkv.to(cache.dtype)
             cache.write(index, plan.slots, qkv[:, num_q:])
-            h += layer.o(attention.attend(index, qkv[:, :num_q], plan))
+            attended = layer.o(attention.attend(index, qkv[:, :num_q], plan))
+            h += attended if layer.o_norm is None else self._rms_norm(attended, layer.o_norm)
             gate, up = layer.gate_up(self._rms_norm(h, layer.mlp_norm)).chunk(2, dim=-1)
             # In place: at 512 rows a fresh tensor would cost as much as the product that made this one.
-            h += layer.down(silu(gate, inplace=True).mul_(up))
+            gate = gelu(gate, approximate="tanh") if config.gelu else silu(gate, inplace=True)
+            added = layer.down(gate.mul_(up))
+            h += added if layer.down_norm is None else self._rms_norm(added, layer.down_norm)
         if not len(sampled):
             return h.new_empty(0, config.vocab_size)
         return self._head(self._rms_norm(h.index_select(0, sampled), self._norm))
@@ -89,12 +102,25 @@ class Decoder:
         return rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
 
-def _load_layer(weights: Weights, precision: Precision, prefix: str) -> _Layer:
+def _rope(config: ModelConfig, max_len: int, *, local: bool) -> torch.Tensor:
+    """[max_len, D / 2] complex. fp32 angles, as the models were trained with."""
+    frequencies = torch.tensor(config.rope_frequencies(local=local))
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
+    return torch.polar(torch.full_like(angles, 1.0 if local else config.rope_magnitude), angles)
+
+
+def _load_layer(weights: Weights, precision: Precision, index: int, *, rotated: bool) -> _Layer:
     config = weights.config
     dim = config.head_dim
 
     def load(name: str) -> torch.Tensor:
-        return weights.load(f"{prefix}.{name}")
+        return weights.load(f"model.layers.{index}.{name}")
+
+    def norm(name: str) -> torch.Tensor:
+        return load(f"{name}_layernorm.weight").float()
+
+    def linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, outliers: bool = not rotated) -> Linear:
+        return make_linear(precision, weight, bias, outliers=outliers)
 
     def pair_up(rows: torch.Tensor) -> torch.Tensor:
         """Rows of each head from the two halves of RoPE's pairs to neighbours."""
@@ -110,16 +136,17 @@ def _load_layer(weights: Weights, precision: Precision, prefix: str) -> _Layer:
             (load(f"self_attn.{name}_norm.weight"), heads)
             for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))
         ]
-        qk_norm = torch.cat([pair_up(norm.float()).expand(heads, dim) for norm, heads in norms])
+        qk_norm = torch.cat([pair_up(weight.float()).expand(heads, dim) for weight, heads in norms])
     return _Layer(
-        input_norm=load("input_layernorm.weight").float(),
-        qkv=make_linear(precision, fused_qkv("weight"), fused_qkv("bias") if config.qkv_bias else None),
+        input_norm=norm("input"),
+        qkv=linear(fused_qkv("weight"), fused_qkv("bias") if config.qkv_bias else None),
         qk_norm=qk_norm,
-        o=make_linear(
-            precision, load("self_attn.o_proj.weight"), load("self_attn.o_proj.bias") if config.o_bias else None
-        ),
-        mlp_norm=load("post_attention_layernorm.weight").float(),
-        gate_up=make_linear(precision, torch.cat([load("mlp.gate_proj.weight"), load("mlp.up_proj.weight")])),
+        local_rope=config.is_local(index),
+        o=linear(load("self_attn.o_proj.weight"), load("self_attn.o_proj.bias") if config.o_bias else None),
+        o_norm=norm("post_attention") if config.post_norms else None,
+        mlp_norm=norm("pre_feedforward" if config.post_norms else "post_attention"),
+        gate_up=linear(torch.cat([load("mlp.gate_proj.weight"), load("mlp.up_proj.weight")])),
         # What gate and up multiply to has outliers in every row, and no norm before it that would let them be rotated away.
-        down=make_linear(precision, load("mlp.down_proj.weight"), outliers=True),
+        down=linear(load("mlp.down_proj.weight"), outliers=True),
+        down_norm=norm("post_feedforward") if config.post_norms else None,
     )

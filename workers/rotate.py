@@ -9,6 +9,14 @@ all dimensions. (The idea is known from SliceGPT and QuaRot.)
 
 Measured on the default model, 1,919 tokens of chat, int8 against fp32: KL divergence 0.080 without, 0.010 with rotation and
 two-byte inputs of the down projection (`workers.quant`), 0.001 for bf16. At run time it costs nothing.
+
+Gemma's norms over what a layer adds stand in the way. With y the output of a product and g the norm's weights, the stream
+gets y g / rms(y), and in the rotated one that has to be y g Q / rms(y). The product can be made to give y g Q instead of y,
+but then rms(y) is lost: it is that of (y g Q) Q^T / g, so the stream would have to be turned back at run time, for every
+row and layer, and bit for bit alike in every batch. Only where all of g is one number is the rms the same. So these models are
+not rotated; the inputs of all their products take two bytes instead. Measured on Gemma 3 270M, 1,000 tokens of documentation:
+KL divergence 0.006 so, 0.031 with two bytes for the down projection alone, 0.0005 for bf16; prefill takes 1.65 times as long
+as with one byte.
 """
 
 from __future__ import annotations
@@ -19,9 +27,10 @@ from typing import Final
 
 import torch
 
+from workers.model_config import ModelConfig
 from workers.weights import Weights
 
-__all__ = ["rotate"]
+__all__ = ["can_rotate", "rotate"]
 
 _MAX_FACTOR: Final = 64
 """Of the Kronecker product that Q is: applying it costs the sum of its factors for each element, not their product."""
@@ -30,8 +39,13 @@ _ROWS: Final = 2048
 """Turned at a time: bounds what a large embedding needs besides its result."""
 
 
+def can_rotate(config: ModelConfig) -> bool:
+    return not config.post_norms
+
+
 def rotate(weights: Weights) -> Weights:
     """Norm weights become ones, and the head a matrix of its own."""
+    assert can_rotate(weights.config)
     factors = _factors(weights.config.hidden_size)
 
     def reads(name: str, norm: str) -> torch.Tensor:

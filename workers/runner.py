@@ -72,13 +72,19 @@ class TorchRunner:
             head_dim=config.head_dim,
             dtype=dtype,
         )
-        self._attention = Attention(num_heads=config.num_heads, cache=self._cache, heights=heights)
+        self._attention = Attention(
+            num_heads=config.num_heads,
+            cache=self._cache,
+            heights=heights,
+            windows=config.windows,
+            scale=config.attention_scale,
+        )
         self.eos_ids = eos_ids
         self.info = EngineInfo(
             model=name,
             revision="",
             precision=chosen,
-            numerics=_numerics(weights.digest, chosen, dtype, heights, threads),
+            numerics=_numerics(f"{weights.digest} {config}", chosen, dtype, heights, threads),
             block_size=block_size,
             num_blocks=plan.num_blocks,
             max_num_seqs=max_num_seqs,
@@ -142,12 +148,12 @@ def _give_back_free_memory() -> None:
         trim(0)
 
 
-def _numerics(weights_digest: str, precision: str, dtype: torch.dtype, heights: Heights, threads: int) -> str:
+def _numerics(model: str, precision: str, dtype: torch.dtype, heights: Heights, threads: int) -> str:
     """Everything that decides the bits of an answer. Conservative: machines that differ here may still agree."""
     features = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
     parts = (
         _COMPUTATION,
-        weights_digest,
+        model,
         precision,
         f"tiles {heights.single} {heights.most} {dtype}",
         f"threads {threads}",

@@ -48,17 +48,41 @@ _SPACE: Final = "\u2581"
 """SentencePiece's visible space."""
 
 
+_IMAGE: Final = "<image_soft_token>"
+"""The small Gemma 3 models, which have no eyes, come with the tokenizer of the larger ones: its last id stands for images, and
+their embedding ends before it."""
+
+
 def load_tokenizer_files(path: Path) -> TokenizerFiles:
     """`path` is a Hugging Face folder or a .gguf file. Raises ModelError."""
     if not path.is_dir():
         return _from_gguf(read_gguf(path).metadata)
     template = path / "chat_template.jinja"
     config = path / "tokenizer_config.json"
+    tokenizer = _read(path / "tokenizer.json")
+    if f'"{_IMAGE}"' in tokenizer and (path / "config.json").is_file():
+        tokenizer = _without_image_token(tokenizer, read_json(path / "config.json").get("vocab_size"))
     return TokenizerFiles.from_hf(
-        tokenizer_json=_read(path / "tokenizer.json"),
+        tokenizer_json=tokenizer,
         config_json=_read(config) if config.is_file() else "{}",
         chat_template=_read(template) if template.is_file() else None,
     )
+
+
+def _without_image_token(tokenizer_json: str, vocab_size: Any) -> str:
+    """Unless the embedding has it. To such a model the name is text like any other."""
+    try:
+        tokenizer = json.loads(tokenizer_json)
+        kept = [
+            token
+            for token in tokenizer["added_tokens"]
+            if token["content"] != _IMAGE or not isinstance(vocab_size, int) or token["id"] < vocab_size
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelDamaged(f"tokenizer.json cannot be read: {error!r}") from error
+    if len(kept) == len(tokenizer["added_tokens"]):
+        return tokenizer_json
+    return json.dumps(tokenizer | {"added_tokens": kept}, ensure_ascii=False)
 
 
 def generation_eos_ids(path: Path) -> frozenset[int]:

@@ -26,7 +26,7 @@ class Weights:
     """Equal digests: the same numbers, up to what an attacker could do. A part of `EngineInfo.numerics`."""
     load: Callable[[str], torch.Tensor]
     """Name (`workers.model_config.tensor_shapes`) → fp32 or bf16 tensor, whichever holds the file's values. Its memory may be
-    the file's own, so it is for reading."""
+    the file's own, so it is for reading. A norm's weight is what is multiplied by, in every family."""
 
 
 def digest_files(paths: Iterable[Path]) -> str:

@@ -21,9 +21,13 @@ SAFE = Heights(single=16, most=16)
 class Paged:
     """One layer over one sequence whose q, k and v are given, and whose blocks lie anywhere among garbage."""
 
-    def __init__(self, length: int, dtype: torch.dtype, heights: Heights, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(
+        self, length: int, dtype: torch.dtype, heights: Heights, window: int | None = None, scale: float | None = None
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
         self.length = length
+        self.window = window
+        self.scale = scale
         self.q = torch.randn(length, HEADS, DIM, generator=generator).to(dtype)
         self.kv = torch.randn(length, 2 * KV_HEADS, DIM, generator=generator).to(dtype)
         self.cache = KVCache(
@@ -36,7 +40,7 @@ class Paged:
         )
         self.cache.layers[0].copy_(torch.randn(self.cache.layers[0].shape, generator=generator) * 1e4)
         self.table: list[int] = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
-        self.attention = Attention(num_heads=HEADS, cache=self.cache, heights=heights)
+        self.attention = Attention(num_heads=HEADS, cache=self.cache, heights=heights, windows=[window], scale=scale)
 
     def run(self, start: int, end: int) -> torch.Tensor:
         plan = self.attention.plan([scheduled([0] * (end - start), start, self.table)])
@@ -53,41 +57,52 @@ class Paged:
         k, v = (
             part.double().transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, 0) for part in self.kv.chunk(2, dim=1)
         )
-        scores = q @ k.transpose(1, 2) / DIM**0.5
-        scores.masked_fill_(torch.ones(self.length, self.length, dtype=torch.bool).triu(1), float("-inf"))
+        scores = q @ k.transpose(1, 2) * (self.scale or DIM**-0.5)
+        position = torch.arange(self.length)
+        back = position.unsqueeze(1) - position
+        scores.masked_fill_((back < 0) | (back >= (self.window or self.length)), float("-inf"))
         result: torch.Tensor = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
         return result
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("heights", [FAST, SAFE])
-def test_result_is_that_of_the_definition(dtype: torch.dtype, tolerance: float, heights: Heights) -> None:
-    paged = Paged(700, dtype, heights)
+@pytest.mark.parametrize("window", [None, 1, 2, 100, 255, 256, 257, 300, 512, 513, 600, 1000])
+def test_result_is_that_of_the_definition(
+    dtype: torch.dtype, tolerance: float, heights: Heights, window: int | None
+) -> None:
+    paged = Paged(900, dtype, heights, window, scale=None if window is None else 0.3)
 
-    found = paged.run(0, 700)
+    found = paged.run(0, 900)
 
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), paged.plainly(), atol=tolerance, rtol=tolerance)
 
 
 @settings(max_examples=25, deadline=None)
-@given(cuts=st.lists(st.integers(1, 599), max_size=12), heights=st.sampled_from([FAST, SAFE]))
-def test_bits_do_not_depend_on_how_a_prompt_is_cut(cuts: list[int], heights: Heights) -> None:
-    whole = Paged(600, torch.bfloat16, heights).run(0, 600)
+@given(
+    cuts=st.lists(st.integers(1, 699), max_size=12),
+    heights=st.sampled_from([FAST, SAFE]),
+    window=st.none() | st.integers(1, 700),
+)
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(cuts: list[int], heights: Heights, window: int | None) -> None:
+    whole = Paged(700, torch.bfloat16, heights, window).run(0, 700)
 
-    assert torch.equal(Paged(600, torch.bfloat16, heights).run_cut(cuts), whole)
+    assert torch.equal(Paged(700, torch.bfloat16, heights, window).run_cut(cuts), whole)
 
 
 @pytest.mark.parametrize("heights", [FAST, SAFE])
-def test_bits_of_decoding_are_those_of_prefill(heights: Heights) -> None:
-    whole = Paged(520, torch.bfloat16, heights).run(0, 520)
+@pytest.mark.parametrize("window", [None, 200, 256])
+def test_bits_of_decoding_are_those_of_prefill(heights: Heights, window: int | None) -> None:
+    whole = Paged(520, torch.bfloat16, heights, window).run(0, 520)
 
-    assert torch.equal(Paged(520, torch.bfloat16, heights).run_cut(range(520)), whole)
+    assert torch.equal(Paged(520, torch.bfloat16, heights, window).run_cut(range(520)), whole)
 
 
-def test_bits_do_not_depend_on_the_other_rows_of_a_step() -> None:
+@pytest.mark.parametrize("window", [None, 100, 256, 300])
+def test_bits_do_not_depend_on_the_other_rows_of_a_step(window: int | None) -> None:
     lengths = (1, 17, 255, 256, 257, 300, 513, 700)
-    alone = Paged(800, torch.bfloat16, FAST)
+    alone = Paged(800, torch.bfloat16, FAST, window)
     alone.run(0, 800)
     wanted = [alone.run(length, length + 1) for length in lengths]
     batch = [scheduled([0], length, alone.table) for length in lengths] + [scheduled([0] * 40, 60, alone.table)]
@@ -98,6 +113,16 @@ def test_bits_do_not_depend_on_the_other_rows_of_a_step() -> None:
 
     assert torch.equal(together[: len(lengths)], torch.cat(wanted))
     assert torch.equal(together[len(lengths) :], alone.run(60, 100))
+
+
+def test_a_window_reads_no_tile_outside_of_it() -> None:
+    paged = Paged(900, torch.bfloat16, FAST, window=300)
+    paged.run(0, 900)
+    wanted = paged.run(890, 900)
+    blocks = torch.tensor(paged.table[: TILE // BLOCK_SIZE])
+    paged.cache.layers[0].view(2 * KV_HEADS, NUM_BLOCKS, -1)[:, blocks] = float("nan")
+
+    assert torch.equal(paged.run(890, 900), wanted)
 
 
 def test_heads_without_groups_get_rows_enough() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from tests.workers.tiny_models import VOCAB, make_hf
 from workers.__main__ import _serve_command, parse_size
 
 QUIET = {"WARMPATH_JOIN_TOKEN": "", "PYTHONWARNINGS": "error"}
@@ -98,6 +100,34 @@ def test_a_model_that_cannot_be_had_is_one_clear_line(tmp_path: Path) -> None:
         (line,) = log.strip().splitlines()
         assert line.startswith("Error: ")
         assert "no/such/model.gguf" in line
+
+
+def last_line_of(folder: Path, *options: str) -> str:
+    with worker(str(folder), "--kv-memory", "1MiB", "--precision", "fp32", *options) as process:
+        out, log = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out == ""
+    assert "Traceback" not in log
+    return log.strip().splitlines()[-1]
+
+
+def test_a_model_that_cannot_be_served_ends_the_start_with_one_clear_line(tmp_path: Path) -> None:
+    make_hf().save_pretrained(tmp_path)
+    tokens = {"a": 0, "b": VOCAB}
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "a"}})
+    )
+
+    assert last_line_of(tmp_path) == (
+        "Error: the tokenizer has ids up to 96, the model's embedding ends at 95: they do not belong together"
+    )
+
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:-1])
+    assert "model.safetensors is damaged or truncated" in last_line_of(tmp_path)
+
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert last_line_of(tmp_path, "--plan-only").startswith("Error: models of type 'gpt2' are not implemented")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def test_logits_equal_those_of_transformers(name: str) -> None:
     assert relative_error(found, hf_logits(model, ids)) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2 with a window", "mistral with a window", "gemma3"])
 def test_a_step_mixes_decodes_and_chunks_of_several_sequences(name: str) -> None:
     model = make_hf(name)
     step = Steps(weights_of(model))
@@ -47,6 +49,22 @@ def test_a_step_mixes_decodes_and_chunks_of_several_sequences(name: str) -> None
     assert relative_error(found, wanted) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["mistral with a window", "mistral with a wide window", "gemma3 scaled"])
+def test_chunks_and_decodes_over_a_cached_prefix_equal_the_whole(name: str) -> None:
+    model = make_hf(name)
+    step = Steps(weights_of(model))
+    ids = random_ids(900)
+    blocks = torch.randperm(128).tolist()
+    cached, own = blocks[:60], blocks[60:120]
+    step(scheduled(ids[:400], 0, cached))
+    table = [*cached[:25], *own]  # another sequence that shares 25 blocks of its prompt
+
+    edges = [400, 401, 640, 641, 769, 899, 900]
+    found = [step(scheduled(ids[start:end], start, table)) for start, end in pairwise(edges)]
+
+    assert relative_error(torch.cat(found), hf_logits(model, ids)[400:]) < 1e-4
+
+
 def test_no_row_that_samples_gives_no_logits() -> None:
     step = Steps(weights_of(make_hf()))
 
@@ -54,8 +72,9 @@ def test_no_row_that_samples_gives_no_logits() -> None:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), pytest.param("int8", 0.06, marks=needs_int8)])
-def test_other_precisions_stay_near_fp32(precision: Precision, tolerance: float) -> None:
-    model = make_hf()
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_other_precisions_stay_near_fp32(precision: Precision, tolerance: float, name: str) -> None:
+    model = make_hf(name)
     ids = random_ids(100)
     step = Steps(weights_of(model), precision)
 

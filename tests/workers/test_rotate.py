@@ -14,10 +14,10 @@ from tests.workers.tiny_models import (
     weights_of,
 )
 from workers.model_config import check_tensors, tensor_shapes
-from workers.rotate import _factors, _turn, rotate
+from workers.rotate import _factors, _turn, can_rotate, rotate
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if not name.startswith("gemma3")])
 def test_a_rotated_model_is_the_same_function(name: str) -> None:
     model = make_hf(name)
     ids = random_ids(60)
@@ -32,6 +32,11 @@ def test_every_tensor_keeps_its_shape(name: str) -> None:
     rotated = rotate(weights_of(make_hf(name)))
 
     check_tensors(rotated.config, {name: tuple(rotated.load(name).shape) for name in tensor_shapes(rotated.config)})
+
+
+def test_norms_over_what_a_layer_adds_are_in_the_way() -> None:
+    assert can_rotate(weights_of(make_hf("qwen3")).config)
+    assert not can_rotate(weights_of(make_hf("gemma3")).config)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 576, 896, 4096])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from router.prompt import load_prompter
@@ -118,21 +121,28 @@ SAMPLED = Sampling(max_tokens=1, temperature=1.0, top_p=0.95, seed=3)
 
 
 @needs_int8
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize(
+    ("name", "bf16", "sampling"),
+    [
+        *[("llama", bf16, sampling) for bf16 in (True, False) for sampling in (GREEDY, SAMPLED)],
+        ("mistral with a window", True, SAMPLED),
+        ("gemma3", True, SAMPLED),
+        ("gemma3", False, SAMPLED),
+    ],
+)
 def test_int8_text_does_not_depend_on_schedule_or_company(
-    sampling: Sampling, bf16: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, bf16: bool, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "supports_bf16", lambda: bf16)
     prompts = [random_ids(length, seed=length) for length in (5, 100, 290)]
     tables = disjoint_tables(3, 21)
-    weights = weights_of(make_hf())
+    weights = weights_of(make_hf(name))
     alone = [
-        generate(make_runner(weights, "int8"), [prompt], [table], 30, sampling=sampling)[0]
+        generate(make_runner(weights, "int8", kv_bytes=4 << 20), [prompt], [table], 30, sampling=sampling)[0]
         for prompt, table in zip(prompts, tables, strict=True)
     ]
 
-    runner = make_runner(weights, "int8")
+    runner = make_runner(weights, "int8", kv_bytes=4 << 20)
     together = generate(runner, prompts, tables, 30, sampling=sampling)
     for start in range(0, 280, 70):  # the longest once more, in chunks
         runner.step([scheduled(prompts[2][start : start + 70], start, tables[2], sample=False)])
@@ -140,6 +150,35 @@ def test_int8_text_does_not_depend_on_schedule_or_company(
 
     assert together == alone
     assert chunked == alone[2:]
+
+
+@needs_int8
+@pytest.mark.parametrize("name", ["mistral with a window", "qwen2 with a window", "gemma3"])
+def test_int8_bits_of_layers_with_a_window_do_not_depend_on_chunks_and_company(name: str) -> None:
+    weights = weights_of(make_hf(name))
+    runner = make_runner(weights, "int8", kv_bytes=4 << 20)
+    ids, company = random_ids(700, seed=1), random_ids(700, seed=2)
+    whole, cut, others = disjoint_tables(3, 44)
+    runner.step([scheduled(ids, 0, whole)])
+    runner.step([scheduled(company[:690], 0, others)])
+
+    def kept(table: Sequence[int]) -> list[torch.Tensor]:
+        """Keys and values of every layer: all that was computed shows in them, but the last layer's output."""
+        layers = (layer.view(-1, runner.info.num_blocks, layer.shape[1] * BLOCK_SIZE) for layer in runner._cache.layers)
+        return [layer.index_select(1, torch.tensor(table[: 700 // BLOCK_SIZE])) for layer in layers]
+
+    @settings(max_examples=8)
+    @given(cuts=st.sets(st.integers(1, 699), max_size=8), beside=st.integers(0, 690), decoded=st.integers(0, 9))
+    def check(cuts: set[int], beside: int, decoded: int) -> None:
+        edges = sorted({0, *cuts, *range(700 - decoded, 700), 700})
+        for start, end in pairwise(edges):
+            rows = [scheduled(ids[start:end], start, cut)]
+            if beside % (1 + start % 3) == 0:
+                rows.insert(0, scheduled(company[beside : beside + 9], beside, others))
+            runner.step(rows)
+        assert all(map(torch.equal, kept(cut), kept(whole)))
+
+    check()
 
 
 def test_what_the_runner_is_is_told() -> None:

@@ -144,6 +144,24 @@ def test_a_folder_gives_its_own_files(tmp_path: Path) -> None:
     assert generation_eos_ids(tmp_path) == {2, 5, 6}
 
 
+@pytest.mark.parametrize(("vocab_size", "kept"), [(12, False), (13, True), (None, True)])
+def test_an_image_token_beyond_the_embedding_is_none(vocab_size: int | None, kept: bool, tmp_path: Path) -> None:
+    files = load(tmp_path, BYTE_LEVEL)
+    tokenizer = json.loads(files.tokenizer_json)
+    image = tokenizer["added_tokens"][0] | {"id": 12, "content": "<image_soft_token>"}
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(
+        json.dumps(tokenizer | {"added_tokens": [*tokenizer["added_tokens"], image]})
+    )
+    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+
+    found = load_tokenizer_files(folder)
+
+    assert ("<image_soft_token>" in found.tokenizer_json) == kept
+    assert ids(found, "<|end|>") == [0]
+
+
 def test_a_folder_may_have_less(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"tokenizer\.json"):
         load_tokenizer_files(tmp_path)

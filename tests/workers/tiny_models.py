@@ -40,6 +40,25 @@ LLAMA3_ROPE: Final[dict[str, Any]] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+YARN_ROPE: Final[dict[str, Any]] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+_GEMMA: Final[dict[str, Any]] = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 48,
+    "tie_word_embeddings": True,
+    "sliding_window": 200,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+_GEMMA_ROPES: Final[dict[str, Any]] = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+}
 CONFIGS: Final[dict[str, dict[str, Any]]] = {
     "llama": {"model_type": "llama"},
     "llama tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -51,8 +70,20 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     },
     "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral with a window": {"model_type": "mistral", "sliding_window": 100},
+    "mistral with a wide window": {"model_type": "mistral", "sliding_window": 512, "tie_word_embeddings": True},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2 with a window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 300,
+        "max_window_layers": 1,
+    },
+    "qwen2 yarn": {"model_type": "qwen2", "rope_parameters": YARN_ROPE},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3 yarn": {"model_type": "qwen3", "rope_parameters": YARN_ROPE | {"attention_factor": 1.3, "beta_fast": 16.0}},
+    "gemma3": _GEMMA,
+    "gemma3 scaled": _GEMMA | {"rope_parameters": _GEMMA_ROPES, "tie_word_embeddings": False},
 }
 
 
@@ -79,6 +110,8 @@ def hf_model(config: Any) -> Any:
 def weights_of(model: Any) -> Weights:
     config = config_from_hf(model.config.to_dict())
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if config.family == "gemma3":
+        tensors |= {name: tensor + 1 for name, tensor in tensors.items() if tensor.dim() == 1}
     check_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     return Weights(config, "tiny", tensors.__getitem__)
 
@@ -124,7 +157,13 @@ class Steps:
             head_dim=config.head_dim,
             dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
         )
-        self._attention = Attention(num_heads=config.num_heads, cache=self._cache, heights=Heights())
+        self._attention = Attention(
+            num_heads=config.num_heads,
+            cache=self._cache,
+            heights=Heights(),
+            windows=config.windows,
+            scale=config.attention_scale,
+        )
 
     def __call__(self, *batch: ScheduledSeq, sampled: Sequence[int] | None = None) -> torch.Tensor:
         """Logits of the rows `sampled`, of all unless told otherwise."""
