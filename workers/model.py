@@ -12,9 +12,10 @@ do not change, since q and k are permuted alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
-from torch.nn.functional import embedding, gelu, rms_norm, silu
+from torch.nn.functional import embedding, rms_norm, silu
 
 from workers.attention import Attention, AttentionPlan, KVCache
 from workers.model_config import ModelConfig
@@ -24,6 +25,12 @@ from workers.rotate import can_rotate, rotate
 from workers.weights import Weights
 
 __all__ = ["Decoder"]
+
+
+_GRAIN: Final = 32_768
+"""Elementwise operations give no thread less than this many values,"""
+_SERIAL: Final = 16_384
+"""and leave up to this many to one: GELU, whose limit is lower than that of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +97,41 @@ class Decoder:
             attended = layer.o(attention.attend(index, qkv[:, :num_q], plan))
             h += attended if layer.o_norm is None else self._rms_norm(attended, layer.o_norm)
             gate, up = layer.gate_up(self._rms_norm(h, layer.mlp_norm)).chunk(2, dim=-1)
-            # In place: at 512 rows a fresh tensor would cost as much as the product that made this one.
-            gate = gelu(gate, approximate="tanh") if config.gelu else silu(gate, inplace=True)
-            added = layer.down(gate.mul_(up))
+            added = layer.down(self._activate_(gate).mul_(up))
             h += added if layer.down_norm is None else self._rms_norm(added, layer.down_norm)
         if not len(sampled):
             return h.new_empty(0, config.vocab_size)
         return self._head(self._rms_norm(h.index_select(0, sampled), self._norm))
 
+    def _activate_(self, gate: torch.Tensor) -> torch.Tensor:
+        """In place: at 512 rows a fresh tensor would cost as much as the product that made this one."""
+        for part in _evenly(gate):
+            if self.config.gelu:
+                torch.ops.aten.gelu_(part, approximate="tanh")
+            else:
+                silu(part, inplace=True)
+        return gate
+
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight.shape, weight, self.config.norm_eps)
+
+
+def _evenly(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Cut so that an elementwise operation on each part gives whole rows to each thread.
+
+    Left to itself torch cuts anywhere in a row. Where a vector of the CPU goes beyond the cut, single values are computed, and
+    a single exp or tanh has other bits than one in a vector: results would depend on the number of rows.
+    """
+    threads, (num_rows, width) = torch.get_num_threads(), rows.shape
+    if threads == 1:
+        return [rows]
+    shared = num_rows - num_rows % threads
+    if shared * width < threads * _GRAIN:
+        shared = 0
+    few = max(1, _SERIAL // width)
+    columns = [slice(first, first + _SERIAL) for first in range(0, width, _SERIAL)]  # whole vectors
+    parts = [rows[start : start + few, column] for start in range(shared, num_rows, few) for column in columns]
+    return [rows[:shared], *parts] if shared else parts
 
 
 def _rope(config: ModelConfig, max_len: int, *, local: bool) -> torch.Tensor:

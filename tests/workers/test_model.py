@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from tests.workers.tiny_models import (
     scheduled,
     weights_of,
 )
+from workers.model import Decoder
 from workers.plan import Precision
 from workers.quant import int8_works
 
@@ -63,6 +65,44 @@ def test_chunks_and_decodes_over_a_cached_prefix_equal_the_whole(name: str) -> N
     found = [step(scheduled(ids[start:end], start, table)) for start, end in pairwise(edges)]
 
     assert relative_error(torch.cat(found), hf_logits(model, ids)[400:]) < 1e-4
+
+
+@pytest.fixture
+def use_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@needs_int8
+def test_int8_bits_do_not_depend_on_threads_and_chunks(use_threads: Callable[[int], None]) -> None:
+    weights = weights_of(make_hf("gemma3"))
+    ids = random_ids(813)
+    table = list(range(64))
+
+    def logits(threads: int, *edges: int) -> torch.Tensor:
+        use_threads(threads)
+        step = Steps(weights, "int8")
+        return torch.cat([step(scheduled(ids[low:high], low, table)) for low, high in pairwise([0, *edges, 813])])
+
+    whole = logits(1)
+    for threads in (1, 2, 3):
+        assert torch.equal(logits(threads), whole)
+        assert torch.equal(logits(threads, 311, 812), whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_bits_of_the_gate_do_not_depend_on_threads_and_rows(name: str, use_threads: Callable[[int], None]) -> None:
+    # Int8 rounds nearly all of such differences away, so they are looked for where they arise.
+    activate_ = Decoder(weights_of(make_hf(name)), "fp32", max_len=8)._activate_
+
+    for rows, width in ((301, 2048), (513, 112), (40, 1111), (5, 2048), (601, 112), (146, 112), (147, 112), (4, 18944)):
+        gate_up = torch.randn(rows, 2 * width)
+        use_threads(1)
+        wanted = torch.cat([activate_(row[:, :width].clone()) for row in gate_up.unsqueeze(1)])
+        for threads in (1, 2, 3):
+            use_threads(threads)
+            assert torch.equal(activate_(gate_up.clone()[:, :width]), wanted)
 
 
 def test_no_row_that_samples_gives_no_logits() -> None:
