@@ -7,9 +7,18 @@ from typing import Final, Literal, get_args
 
 __all__ = ["PolicyName", "RoutingSettings"]
 
-PolicyName = Literal["cost", "round_robin", "random"]
+PolicyName = Literal[
+    "cost",
+    "round_robin",
+    "random",
+    "least_load",
+    "power_of_two",
+    "consistent_hash",
+    "prefix",
+    "sticky_until_saturated",
+]
 
-_MAY_BE_ZERO: Final = frozenset({"fixed_s", "running_s", "w_per_wait_s", "tie_ratio", "learned_tokens"})
+_MAY_BE_ZERO: Final = frozenset({"fixed_s", "running_s", "w_per_wait_s", "tie_ratio", "learned_tokens", "saturated_s"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +36,8 @@ class RoutingSettings:
     tie_ratio: float = 0.05
     """Costs this close to the least are equal: rates are measured, and their noise must not send every new prompt to the
     replica that happened to measure best."""
+    saturated_s: float = 18.0
+    """How much sooner another replica must answer before `sticky_until_saturated` leaves the cache: llm-d's default."""
     same_rate_within: float = 1.3
     """A measured prefill rate within this factor of its pool's mean counts as that mean."""
     optimistic_ttl_s: float = 3.0

@@ -156,7 +156,7 @@ def test_a_replica_of_another_kind_of_machine_is_judged_by_its_own_rate() -> Non
     assert [round(candidate.own_s, 2) for candidate in candidates] == [4.02, 1.02]
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "random"])
+@pytest.mark.parametrize("policy", ["round_robin", "random", "least_load", "power_of_two"])
 def test_the_baselines_can_be_chosen(policy: str) -> None:
     router = own_fleet(2, RoutingSettings(policy=policy))  # type: ignore[arg-type]
     asked = query(tokens(1, 400))
@@ -165,6 +165,26 @@ def test_the_baselines_can_be_chosen(policy: str) -> None:
 
     assert decide(router, asked).policy == policy
     assert min(chosen.values()) >= 12
+
+
+def test_a_growing_conversation_has_one_place_by_consistent_hash() -> None:
+    router = own_fleet(8, RoutingSettings(policy="consistent_hash"))
+
+    for talk in range(20):
+        beginning = tokens(talk, 1100)
+        places = {decide(router, query(beginning + tokens(99, more))).replica_id for more in (0, 300, 900)}
+        assert len(places) == 1
+
+
+def test_least_load_counts_requests_from_their_begin_to_their_end() -> None:
+    router = own_fleet(2, RoutingSettings(policy="least_load"))
+    first = send(router, query(tokens(1, 400)))
+
+    second = send(router, query(tokens(1, 400)))
+    router.finish(first, 0.0, Outcome.OK, None)
+
+    assert second.replica_id != first.replica_id
+    assert decide(router, query(tokens(2, 400))).replica_id == first.replica_id
 
 
 # -- bursts and hot prefixes
