@@ -32,7 +32,7 @@ _KV_BYTES_PER_TOKEN: Final = 128 << 10
 """What `--kv-memory` counts for a simulated token."""
 
 _FIXED_S: Final = 0.02
-_W_PER_WAIT_S: Final = 2.0
+_W_PER_WAIT_S: Final = 8.0
 _SATURATED_S: Final = 18.0
 """The gateway's defaults, in seconds of the world that it serves: a world that runs faster has shorter ones."""
 

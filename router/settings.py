@@ -30,8 +30,9 @@ class RoutingSettings:
     """What a prompt costs even when all of it is cached."""
     running_s: float = 0.0005
     """What each running decode adds to a new prompt's wait where the replica does not report its step time."""
-    w_per_wait_s: float = 2.0
-    """How much w rises with each second that even the least busy replica would let a prompt wait."""
+    w_per_wait_s: float = 8.0
+    """How much w rises with each second that even the least busy replica would let a prompt wait. With 2 a fleet near
+    saturation gave up too much of its cache (docs/routing.md); with 20 a half busy one waits for the cache too long."""
     max_w: float = 11.0
     tie_ratio: float = 0.05
     """Costs this close to the least are equal: rates are measured, and their noise must not send every new prompt to the

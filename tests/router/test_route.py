@@ -82,8 +82,8 @@ def test_cost_is_wait_plus_w_times_own_work() -> None:
     near, far = decision.candidates
     assert (near.wait_s, far.wait_s) == (1.0, 2.0)
     assert near.own_s == pytest.approx(800 / RATE + 0.02)
-    assert decision.w == 3.0
-    assert near.cost_s == pytest.approx(1.0 + 3.0 * near.own_s)
+    assert decision.w == 9.0
+    assert near.cost_s == pytest.approx(1.0 + 9.0 * near.own_s)
     assert decision.replica_id == "r0"
 
 
@@ -92,7 +92,7 @@ def test_w_looks_only_at_replicas_that_may_be_used() -> None:
     router.apply("r0", load(tokens=8000), 0.0)
     router.patch("r1", cordoned=True)
 
-    assert decide(router, query(tokens(1, 100))).w == 3.0
+    assert decide(router, query(tokens(1, 100))).w == 9.0
 
 
 def test_w_is_bounded() -> None:
@@ -100,6 +100,23 @@ def test_w_is_bounded() -> None:
     router.apply("r0", load(tokens=10**9), 0.0)
 
     assert decide(router, query(tokens(1, 100))).w == 11.0
+
+
+@pytest.mark.parametrize(("least_wait", "taken"), [(0, "r1"), (4000, "r0")])
+def test_the_cache_is_worth_a_longer_wait_when_all_are_busy(least_wait: int, taken: str) -> None:
+    router = own_fleet(2)
+    asked = query([*tokens(1, 4800), 7])
+    serve(router, asked)
+    router.apply("r0", load(1, tokens=0), 0.0)
+    router.apply("r0", batch(1, asked.names), 0.0)
+    router.apply("r0", load(1, tokens=least_wait + 16000), 0.0)
+    router.apply("r1", load(tokens=least_wait), 0.0)
+
+    decision = decide(router, asked)
+
+    waits = [candidate.wait_s for candidate in decision.candidates]
+    assert waits[0] - waits[1] == 2.0, "more than the 0.6 s that the cache saves"
+    assert decision.replica_id == taken
 
 
 def test_a_replica_of_twice_the_weight_is_taken_until_it_costs_twice_as_much() -> None:
