@@ -231,6 +231,7 @@ class CandidateBody(msgspec.Struct, frozen=True, kw_only=True):
     own_s: float
     cost_s: float
     trust: Trusted
+    inflight: int
 
 
 class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,4 +301,5 @@ def _candidate_body(candidate: Candidate) -> CandidateBody:
         own_s=candidate.own_s,
         cost_s=candidate.cost_s,
         trust=candidate.trust.value,
+        inflight=candidate.inflight,
     )

@@ -24,6 +24,7 @@ _OURS: Final = {
 _PROGRAMS: Final = {
     "worker": ("workers", "Run a replica: MODEL is a folder, a .gguf file, a hub id, 'default' or 'simulated'."),
     "smoke": ("loadtest.smoke", "Check a running system with the official OpenAI client."),
+    "bench": ("loadtest.bench", "Compare routing policies over a simulated fleet."),
 }
 
 
@@ -69,6 +70,7 @@ Examples:
   warmpath serve --port 8000 --open --replicas http://127.0.0.1:8101,http://127.0.0.1:8102
   warmpath worker ./my-model --gateway http://127.0.0.1:8001
   warmpath replicas --watch
+  warmpath bench fleet --policies cost,round_robin
 """,
 )
 @click.version_option(package_name="warmpath")

@@ -36,7 +36,7 @@ Settings: flags win over WARMPATH_* variables (WARMPATH_SERVER__PORT=9000), thos
 )
 @click.option("--replicas", help="URLs of OpenAI-compatible servers, separated by commas.")
 @click.option("--open", "is_open", is_flag=True, default=None, help="No keys; only on a loopback address.")
-@click.option("--policy", help="cost, round_robin or random.  [default: cost]")
+@click.option("--policy", help="How replicas are chosen: cost, or one to compare with.  [default: cost]")
 @click.option(
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
 )

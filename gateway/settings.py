@@ -151,10 +151,16 @@ class RoutingGroup(_Group):
     """Prompt tokens a second that a replica is taken to compute until it was measured."""
     learned_tokens: Annotated[int, Field(ge=0, le=1 << 40)] = _ROUTING.learned_tokens
     """KV tokens that a replica without events is taken to hold; 0 routes those by load alone."""
+    fixed_s: Annotated[float, Field(ge=0, le=60)] = _ROUTING.fixed_s
+    """What a prompt costs a replica even when all of it is cached."""
+    w_per_wait_s: Annotated[float, Field(ge=0, le=1000)] = _ROUTING.w_per_wait_s
+    """How much more computing again weighs for each second that even the least busy replica would let a prompt wait."""
+    saturated_s: Annotated[float, Field(ge=0, le=3600)] = _ROUTING.saturated_s
+    """Of sticky_until_saturated: how much sooner another replica must answer."""
 
     @property
     def router_settings(self) -> RoutingSettings:
-        return RoutingSettings(policy=self.policy, prefill_tok_s=self.prefill_tok_s, learned_tokens=self.learned_tokens)
+        return RoutingSettings(**dict(self))
 
 
 class StreamSettings(_Group):

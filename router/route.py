@@ -31,7 +31,7 @@ import msgspec
 
 from router.blocks import BlockName, matchable_blocks
 from router.fleet import Outcome, Replica, ReplicaView, Reservation
-from router.policies import POLICIES, Candidate, Turn
+from router.policies import KEY_TOKENS, POLICIES, Candidate, Turn
 from router.pool import Members, Pool
 from router.settings import PolicyName, RoutingSettings
 from router.trust import Step, Sync, Trust
@@ -249,7 +249,7 @@ class Router:
             # Better one that failed lately than none: ejection must never take down a pool.
             all_ejected = True
             choices = [candidate for candidate in candidates if candidate.why_not == "ejected"]
-        chosen, reason = self._choose(choices, Turn(draw, self._begun, self._settings.tie_ratio))
+        chosen, reason = self._choose(choices, self._turn(members, query, draw))
         return Decision(
             chosen.replica,
             chosen.matched_tokens,
@@ -389,11 +389,17 @@ class Router:
                     own,
                     (wait + w * own) / replica.weight,
                     replica.trust,
+                    replica.inflight,
                 )
                 for replica, why_not, matched, wait, own in rows
             ]
         )
         return candidates, w
+
+    def _turn(self, members: Members, query: Query, draw: float) -> Turn:
+        place = min(KEY_TOKENS // members.record.block_size, len(query.names))
+        key = query.names[place - 1] if place else 0
+        return Turn(draw, self._begun, self._settings.tie_ratio, key, self._settings.saturated_s)
 
     def _refusal(self, members: Members, candidates: Sequence[Candidate], now: float) -> Unroutable | None:
         """Why nobody may take the prompt; None when that is only because all were ejected."""

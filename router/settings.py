@@ -7,9 +7,18 @@ from typing import Final, Literal, get_args
 
 __all__ = ["PolicyName", "RoutingSettings"]
 
-PolicyName = Literal["cost", "round_robin", "random"]
+PolicyName = Literal[
+    "cost",
+    "round_robin",
+    "random",
+    "least_load",
+    "power_of_two",
+    "consistent_hash",
+    "prefix",
+    "sticky_until_saturated",
+]
 
-_MAY_BE_ZERO: Final = frozenset({"fixed_s", "running_s", "w_per_wait_s", "tie_ratio", "learned_tokens"})
+_MAY_BE_ZERO: Final = frozenset({"fixed_s", "running_s", "w_per_wait_s", "tie_ratio", "learned_tokens", "saturated_s"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +30,15 @@ class RoutingSettings:
     """What a prompt costs even when all of it is cached."""
     running_s: float = 0.0005
     """What each running decode adds to a new prompt's wait where the replica does not report its step time."""
-    w_per_wait_s: float = 2.0
-    """How much w rises with each second that even the least busy replica would let a prompt wait."""
+    w_per_wait_s: float = 8.0
+    """How much w rises with each second that even the least busy replica would let a prompt wait. With 2 a fleet near
+    saturation gave up too much of its cache (docs/routing.md); with 20 a half busy one waits for the cache too long."""
     max_w: float = 11.0
     tie_ratio: float = 0.05
     """Costs this close to the least are equal: rates are measured, and their noise must not send every new prompt to the
     replica that happened to measure best."""
+    saturated_s: float = 18.0
+    """How much sooner another replica must answer before `sticky_until_saturated` leaves the cache: llm-d's default."""
     same_rate_within: float = 1.3
     """A measured prefill rate within this factor of its pool's mean counts as that mean."""
     optimistic_ttl_s: float = 3.0

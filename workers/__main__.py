@@ -1,5 +1,5 @@
-"""``python -m workers MODEL``: one replica, from its command line to its end. ``python -m workers fetch MODEL``: bring a
-model to this machine.
+"""``python -m workers MODEL``: a replica, or several simulated ones in this process, from the command line to the end.
+``python -m workers fetch MODEL``: bring a model to this machine.
 
 The one place that builds a replica's objects, and the only reader of its environment. What only a real model needs is
 imported where it is used: a simulated replica starts in half a second, without torch, gguf and numpy.
@@ -8,6 +8,7 @@ imported where it is used: a simulated replica starts in half a second, without 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -15,6 +16,7 @@ import re
 import secrets
 import socket
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +85,9 @@ class Options:
     replica_id: str | None
     credential: str
     advertise: str | None
+    replicas: int
     speedup: float
+    tokens_per_chunk: int
     grace: float
     cache: Path
     plan_only: bool
@@ -105,6 +109,16 @@ class Options:
         for name, number in (("--speedup", self.speedup), ("--grace", self.grace)):
             if not math.isfinite(number):
                 raise click.UsageError(f"{name} takes a finite number")
+        if self.replicas > 1:
+            self._check_several()
+
+    def _check_several(self) -> None:
+        if self.model != SIMULATED:
+            raise click.UsageError("--replicas is for simulated ones; start a process for each real one")
+        if self.advertise:
+            raise click.UsageError("--advertise is the URL of one replica, not of several")
+        if self.port and self.port + self.replicas - 1 > 65535:
+            raise click.UsageError(f"--port {self.port} leaves no ports for {self.replicas} replicas")
 
 
 def _is_base_url(url: str) -> bool:
@@ -135,6 +149,7 @@ _cache_option = click.option(
     epilog="""\b
 Examples:
   python -m workers simulated --port 8101
+  python -m workers simulated --replicas 8 --port 8101 --gateway http://127.0.0.1:8001 --join-token wpj-…
   python -m workers default --gateway http://127.0.0.1:8001 --join-token wpj-…
   python -m workers ./Qwen2.5-0.5B-Instruct --precision bf16 --kv-memory 1GiB
   python -m workers ./model.gguf --plan-only
@@ -145,7 +160,12 @@ Examples:
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Elsewhere than on loopback only gateways are served."
 )
-@click.option("--port", default=0, type=click.IntRange(0, 65535), help="0 takes a free one.  [default: 0]")
+@click.option(
+    "--port",
+    default=0,
+    type=click.IntRange(0, 65535),
+    help="0 takes a free one; several replicas take this one and those after it.  [default: 0]",
+)
 @click.option("--served-model-name", help="What clients call the model.  [default: the model's own name]")
 @click.option("--precision", type=click.Choice(["auto", "int8", "bf16", "fp32"]), default="auto", show_default=True)
 @click.option("--kv-memory", type=parse_size, metavar="SIZE", help="For the KV cache, as 512MiB.  [default: 512MiB]")
@@ -158,7 +178,9 @@ Examples:
 @click.option(
     "--join-token", default="", envvar="WARMPATH_JOIN_TOKEN", show_envvar=True, help="Lets the replica register."
 )
-@click.option("--replica-id", help="Its name at the gateways.  [default: from host name and port]")
+@click.option(
+    "--replica-id", help="Its name at the gateways; several get a number each.  [default: from host name and port]"
+)
 @click.option(
     "--credential",
     envvar="WARMPATH_CREDENTIAL",
@@ -168,7 +190,21 @@ Examples:
 )
 @click.option("--advertise", help="URL under which gateways reach it.  [default: where it listens]")
 @click.option(
+    "--replicas",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Simulated ones to run in this process, each with its own port and cache.",
+)
+@click.option(
     "--speedup", type=click.FloatRange(min=0, min_open=True), default=1.0, help="Of a simulated replica's time."
+)
+@click.option(
+    "--tokens-per-chunk",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Of a simulated replica, after the first token: fewer, longer events cost less CPU.",
 )
 @click.option(
     "--grace", type=click.FloatRange(0, 600), default=2.0, show_default=True, help="Seconds for answers at the end."
@@ -185,9 +221,9 @@ def _serve_command(**values: Any) -> None:
         if options.plan_only:
             click.echo(_plan(options))
             return
-        engine, files = _simulated(options) if options.model == SIMULATED else _torch(options)
+        engines, files = _simulated(options) if options.model == SIMULATED else _torch(options)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            alive = runner.run(_run(options, engine, files))
+            alive = runner.run(_run(options, engines, files))
     except (ModelError, TokenizerError, EngineDead) as error:
         raise click.ClickException(str(error)) from error
     if not alive:
@@ -213,64 +249,99 @@ def main() -> None:
         _serve_command(prog_name="python -m workers")
 
 
-async def _run(options: Options, engine: EngineClient, files: TokenizerFiles) -> bool:
-    """False when the engine died."""
-    try:
-        sock = bind(options.host, options.port)
-    except OSError as error:
-        raise click.ClickException(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
-    try:
-        with sock, stop_signals() as stop, ThreadPoolExecutor(ENCODER_THREADS) as executor:
-            info = await _start(engine, stop)
-            if info is None:
+async def _run(options: Options, engines: Sequence[EngineClient], files: TokenizerFiles) -> bool:
+    """One replica for each engine. False when an engine died; then the others end too."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(_bind(options, number)) for number in range(len(engines))]
+        stop = stack.enter_context(stop_signals())
+        executor = stack.enter_context(ThreadPoolExecutor(ENCODER_THREADS))
+        try:
+            infos = await _start(engines, stop)
+            if infos is None:
                 return True
             prompter = await asyncio.get_running_loop().run_in_executor(executor, load_prompter, files)
-            if prompter.max_id >= info.vocab_size:
+            if prompter.max_id >= infos[0].vocab_size:
                 raise ModelDamaged(
-                    f"the tokenizer has ids up to {prompter.max_id}, the model's embedding ends at {info.vocab_size - 1}: "
-                    "they do not belong together"
+                    f"the tokenizer has ids up to {prompter.max_id}, the model's embedding ends at "
+                    f"{infos[0].vocab_size - 1}: they do not belong together"
                 )
-            app = ReplicaApp(
-                engine=engine,
-                info=info,
-                files=files,
-                prompter=prompter,
-                executor=executor,
-                credential=options.credential,
-                on_loopback=is_loopback(sock),
-            )
-            url = options.advertise or reachable_url(sock)
-            spec = ReplicaSpec(
-                url=url, model=info.model, revision=info.revision, epoch=app.epoch, credential=options.credential
-            )
-            registrations = [
-                Registration(
-                    gateway=gateway,
-                    replica_id=options.replica_id or _replica_id(sock),
-                    spec=spec,
-                    join_token=options.join_token,
+            apps = [
+                ReplicaApp(
+                    engine=engine,
+                    info=info,
+                    files=files,
+                    prompter=prompter,
+                    executor=executor,
+                    credential=options.credential,
+                    on_loopback=is_loopback(sock),
                 )
-                for gateway in options.gateway
+                for engine, info, sock in zip(engines, infos, socks, strict=True)
             ]
-            sock.listen()  # from here on nobody is refused: who comes before the server does waits for it
-            click.echo(_describe(info))
-            click.echo(f"listening on {reachable_url(sock)}")
-            return await serve(app, engine, sock, stop=stop, registrations=registrations, grace_s=options.grace)
-    finally:
-        await engine.stop()
+            for sock in socks:
+                sock.listen()  # from here on nobody is refused: who comes before the server does waits for it
+            click.echo(_describe(infos[0]))
+            for sock in socks:
+                click.echo(f"listening on {reachable_url(sock)}")
+            async with asyncio.TaskGroup() as group:
+                serving = [
+                    group.create_task(_serve(options, number, app, infos[number], engines[number], socks[number], stop))
+                    for number, app in enumerate(apps)
+                ]
+            return all(task.result() for task in serving)
+        finally:
+            for engine in engines:
+                await engine.stop()
 
 
-async def _start(engine: EngineClient, stop: asyncio.Event) -> EngineInfo | None:
-    """None when told to stop before the engine was ready."""
-    starting = asyncio.create_task(engine.start())
-    stopping = asyncio.create_task(stop.wait())
+async def _serve(
+    options: Options,
+    number: int,
+    app: ReplicaApp,
+    info: EngineInfo,
+    engine: EngineClient,
+    sock: socket.socket,
+    stop: asyncio.Event,
+) -> bool:
+    """One replica until its end, which is that of all in this process. False when its engine died."""
+    spec = ReplicaSpec(
+        url=options.advertise or reachable_url(sock),
+        model=info.model,
+        revision=info.revision,
+        epoch=app.epoch,
+        credential=options.credential,
+    )
+    named = options.replica_id
+    replica_id = _replica_id(sock) if named is None else named if options.replicas == 1 else f"{named}-{number}"
+    registrations = [
+        Registration(gateway=gateway, replica_id=replica_id, spec=spec, join_token=options.join_token)
+        for gateway in options.gateway
+    ]
     try:
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return await serve(app, engine, sock, stop=stop, registrations=registrations, grace_s=options.grace)
+    finally:
+        stop.set()
+
+
+def _bind(options: Options, number: int) -> socket.socket:
+    port = options.port and options.port + number
+    try:
+        return bind(options.host, port)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {options.host}:{port}: {error.strerror}") from error
+
+
+async def _start(engines: Sequence[EngineClient], stop: asyncio.Event) -> list[EngineInfo] | None:
+    """None when told to stop before the engines were ready."""
+    starting = asyncio.ensure_future(asyncio.gather(*(engine.start() for engine in engines)))
+    stopping = asyncio.create_task(stop.wait())
+    both: list[asyncio.Future[Any]] = [starting, stopping]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         return starting.result() if starting.done() else None
     finally:
-        for task in (starting, stopping):
-            task.cancel()
-        await asyncio.wait({starting, stopping})
+        for future in both:
+            future.cancel()
+        await asyncio.wait(both)
 
 
 def _replica_id(sock: socket.socket) -> str:
@@ -282,7 +353,7 @@ def _replica_id(sock: socket.socket) -> str:
 # --- the two kinds of engine -----------------------------------------------------------------------------------------
 
 
-def _simulated(options: Options) -> tuple[EngineClient, TokenizerFiles]:
+def _simulated(options: Options) -> tuple[list[EngineClient], TokenizerFiles]:
     sizes: dict[str, int] = {}
     if options.kv_memory is not None:
         sizes["kv_tokens"] = options.kv_memory // SIMULATED_KV_BYTES_PER_TOKEN
@@ -293,13 +364,17 @@ def _simulated(options: Options) -> tuple[EngineClient, TokenizerFiles]:
     info = simulated_info(model=options.served_model_name or SIMULATED, **sizes)
     if not info.num_blocks:
         raise click.UsageError(f"--kv-memory holds no block of {BLOCK_SIZE * SIMULATED_KV_BYTES_PER_TOKEN} bytes")
-    runner = SimulatedRunner(info, TimeModel(speedup=options.speedup))
-    engine = Engine(runner, token_budget=SIMULATED_TOKEN_BUDGET, clock=runner.clock)
-    engine.warm_up()
-    return InProcessEngineClient(engine), TokenizerFiles(kind="trivial")
+    time_model = TimeModel(speedup=options.speedup)
+    engines: list[EngineClient] = []
+    for _ in range(options.replicas):
+        runner = SimulatedRunner(info, time_model)
+        engine = Engine(runner, token_budget=SIMULATED_TOKEN_BUDGET, clock=runner.clock)
+        engine.warm_up()
+        engines.append(InProcessEngineClient(engine, tokens_per_chunk=options.tokens_per_chunk))
+    return engines, TokenizerFiles(kind="trivial")
 
 
-def _torch(options: Options) -> tuple[EngineClient, TokenizerFiles]:
+def _torch(options: Options) -> tuple[list[EngineClient], TokenizerFiles]:
     from workers.tokenizer_files import load_tokenizer_files
 
     local = _resolve(options.model, options.cache)
@@ -314,7 +389,7 @@ def _torch(options: Options) -> tuple[EngineClient, TokenizerFiles]:
         max_model_len=options.max_model_len,
         block_size=BLOCK_SIZE,
     )
-    return ProcessEngineClient(args), load_tokenizer_files(local.path)
+    return [ProcessEngineClient(args)], load_tokenizer_files(local.path)
 
 
 def _resolve(model: str, cache: Path) -> LocalModel:

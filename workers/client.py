@@ -372,12 +372,15 @@ async def _wait_for_exit(process: asyncio.subprocess.Process, timeout_s: float) 
 class InProcessEngineClient(_Client):
     """Drives the engine in this event loop: a step is computed at once and shown when its time has passed.
 
-    Commands that come meanwhile wait for the next step, as they would in the socket of an engine process.
+    Commands that come meanwhile wait for the next step, as they would in the socket of an engine process. A generation's
+    outputs after its first one are handed out `tokens_per_chunk` ids at a time: what a simulated token costs is its event.
     """
 
-    def __init__(self, engine: Engine, *, limits: QueueLimits = _DEFAULT_LIMITS) -> None:
+    def __init__(self, engine: Engine, *, limits: QueueLimits = _DEFAULT_LIMITS, tokens_per_chunk: int = 1) -> None:
         super().__init__(limits)
         self._engine = engine
+        self._tokens_per_chunk = tokens_per_chunk
+        self._held: dict[int, list[int]] = {}  # rid → ids not handed out yet, of those that had their first output
         self._commands: list[ToEngine] = []
         self._commanded = asyncio.Event()
         self._driving: asyncio.Task[None] | None = None
@@ -419,8 +422,28 @@ class InProcessEngineClient(_Client):
             report = engine.step()
             due = max(due + engine.clock() - began, time.monotonic() - _MOST_LAG_S)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            self._take(report)
+            self._take(report if self._tokens_per_chunk == 1 else self._in_chunks(report))
         self._die(engine.failed)
+
+    def _in_chunks(self, report: StepReport) -> StepReport:
+        return msgspec.structs.replace(report, outputs=[each for each in map(self._chunk, report.outputs) if each])
+
+    def _chunk(self, output: Output) -> Output | None:
+        """What to hand out now that `output` came."""
+        ended = output.finish_reason is not None
+        held = self._held.get(output.rid)
+        if held is None:
+            if not ended:
+                self._held[output.rid] = []
+            return output
+        held += output.ids
+        if ended:
+            del self._held[output.rid]
+        elif len(held) < self._tokens_per_chunk:
+            return None
+        else:
+            self._held[output.rid] = []
+        return msgspec.structs.replace(output, ids=held)
 
     def _obey(self) -> None:
         commands, self._commands = self._commands, []
@@ -430,3 +453,4 @@ class InProcessEngineClient(_Client):
                 self._engine.submit(message)
             else:
                 self._engine.abort(message.rid)
+                self._held.pop(message.rid, None)

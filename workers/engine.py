@@ -43,7 +43,8 @@ class ScheduledSeq:
     start: int
     """Position of the first of them. KV of all earlier positions is already in the blocks."""
     block_table: Sequence[int]
-    """Physical blocks, in order, that cover exactly positions 0 … start + len(tokens) - 1 (the last may be part filled)."""
+    """Physical blocks, in order, that cover exactly positions 0 … start + len(tokens) - 1 (the last may be part filled).
+    Only for the time of the step: afterwards it may change."""
     sample: bool
     """True: return the id chosen for position start + len(tokens). False for all chunks of a prefill but its last."""
     sampling: Sampling
@@ -220,11 +221,13 @@ class Engine:
         seq = piece.seq
         start = seq.num_computed
         end = start + piece.num_tokens
+        num_blocks = -(-end // self.info.block_size)
         return ScheduledSeq(
             rid=seq.rid,
             tokens=seq.ids[start:end],
             start=start,
-            block_table=seq.table[: -(-end // self.info.block_size)],
+            # Decode rows need all of it: a copy of a thousand numbers for each token would be most of a simulated step.
+            block_table=seq.table if num_blocks == len(seq.table) else seq.table[:num_blocks],
             sample=end == len(seq.ids),
             sampling=seq.sampling,
             prompt_len=seq.prompt_len,

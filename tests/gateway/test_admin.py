@@ -82,7 +82,7 @@ class Explain:
 
 
 def a_decision() -> Decision:
-    candidate = Candidate("w1", True, "", 32, 68, 0.5, 0.1, 0.6, Trust.EXACT)
+    candidate = Candidate("w1", True, "", 32, 68, 0.5, 0.1, 0.6, Trust.EXACT, 3)
     return Decision("w1", 32, 100, "longest_match", 2.0, "cost", (candidate,))
 
 
@@ -741,6 +741,7 @@ async def test_explain_shows_every_candidate_and_the_reason(admin: Admin) -> Non
                 "own_s": 0.1,
                 "cost_s": 0.6,
                 "trust": "exact",
+                "inflight": 3,
             }
         ],
     }

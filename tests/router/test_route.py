@@ -82,8 +82,8 @@ def test_cost_is_wait_plus_w_times_own_work() -> None:
     near, far = decision.candidates
     assert (near.wait_s, far.wait_s) == (1.0, 2.0)
     assert near.own_s == pytest.approx(800 / RATE + 0.02)
-    assert decision.w == 3.0
-    assert near.cost_s == pytest.approx(1.0 + 3.0 * near.own_s)
+    assert decision.w == 9.0
+    assert near.cost_s == pytest.approx(1.0 + 9.0 * near.own_s)
     assert decision.replica_id == "r0"
 
 
@@ -92,7 +92,7 @@ def test_w_looks_only_at_replicas_that_may_be_used() -> None:
     router.apply("r0", load(tokens=8000), 0.0)
     router.patch("r1", cordoned=True)
 
-    assert decide(router, query(tokens(1, 100))).w == 3.0
+    assert decide(router, query(tokens(1, 100))).w == 9.0
 
 
 def test_w_is_bounded() -> None:
@@ -100,6 +100,23 @@ def test_w_is_bounded() -> None:
     router.apply("r0", load(tokens=10**9), 0.0)
 
     assert decide(router, query(tokens(1, 100))).w == 11.0
+
+
+@pytest.mark.parametrize(("least_wait", "taken"), [(0, "r1"), (4000, "r0")])
+def test_the_cache_is_worth_a_longer_wait_when_all_are_busy(least_wait: int, taken: str) -> None:
+    router = own_fleet(2)
+    asked = query([*tokens(1, 4800), 7])
+    serve(router, asked)
+    router.apply("r0", load(1, tokens=0), 0.0)
+    router.apply("r0", batch(1, asked.names), 0.0)
+    router.apply("r0", load(1, tokens=least_wait + 16000), 0.0)
+    router.apply("r1", load(tokens=least_wait), 0.0)
+
+    decision = decide(router, asked)
+
+    waits = [candidate.wait_s for candidate in decision.candidates]
+    assert waits[0] - waits[1] == 2.0, "more than the 0.6 s that the cache saves"
+    assert decision.replica_id == taken
 
 
 def test_a_replica_of_twice_the_weight_is_taken_until_it_costs_twice_as_much() -> None:
@@ -156,7 +173,7 @@ def test_a_replica_of_another_kind_of_machine_is_judged_by_its_own_rate() -> Non
     assert [round(candidate.own_s, 2) for candidate in candidates] == [4.02, 1.02]
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "random"])
+@pytest.mark.parametrize("policy", ["round_robin", "random", "least_load", "power_of_two"])
 def test_the_baselines_can_be_chosen(policy: str) -> None:
     router = own_fleet(2, RoutingSettings(policy=policy))  # type: ignore[arg-type]
     asked = query(tokens(1, 400))
@@ -165,6 +182,26 @@ def test_the_baselines_can_be_chosen(policy: str) -> None:
 
     assert decide(router, asked).policy == policy
     assert min(chosen.values()) >= 12
+
+
+def test_a_growing_conversation_has_one_place_by_consistent_hash() -> None:
+    router = own_fleet(8, RoutingSettings(policy="consistent_hash"))
+
+    for talk in range(20):
+        beginning = tokens(talk, 1100)
+        places = {decide(router, query(beginning + tokens(99, more))).replica_id for more in (0, 300, 900)}
+        assert len(places) == 1
+
+
+def test_least_load_counts_requests_from_their_begin_to_their_end() -> None:
+    router = own_fleet(2, RoutingSettings(policy="least_load"))
+    first = send(router, query(tokens(1, 400)))
+
+    second = send(router, query(tokens(1, 400)))
+    router.finish(first, 0.0, Outcome.OK, None)
+
+    assert second.replica_id != first.replica_id
+    assert decide(router, query(tokens(2, 400))).replica_id == first.replica_id
 
 
 # -- bursts and hot prefixes

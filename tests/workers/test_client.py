@@ -377,3 +377,13 @@ async def test_who_finds_the_queue_full_is_told_when_half_of_it_will_be_done() -
                 client.submit(make_submit(3, [1]))
 
     assert caught.value.retry_after_s == pytest.approx(4.0)
+
+
+async def test_a_simulated_engine_hands_out_its_first_token_at_once_and_then_chunks() -> None:
+    runner = SimulatedRunner(simulated_info(), TimeModel(speedup=1000))
+    client = InProcessEngineClient(Engine(runner, clock=runner.clock), tokens_per_chunk=4)
+    async with running(client), client.submit(make_submit(1, PROMPT, max_tokens=11)) as generation:
+        outputs = [output async for output in generation]
+
+    assert [len(output.ids) for output in outputs] == [1, 4, 4, 2]
+    assert [output.finish_reason for output in outputs] == [None, None, None, "length"]

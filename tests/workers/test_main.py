@@ -8,9 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import click
 import httpx
@@ -62,6 +65,50 @@ def test_a_simulated_replica_starts_answers_and_stops(number: signal.Signals) ->
     assert process.returncode == 0
     assert time.monotonic() - began < 2, "nothing was running: no grace is needed"
     assert "Traceback" not in log
+
+
+def _cached_tokens(url: str) -> int:
+    body = {"model": "simulated", "prompt": "the same words " * 20, "max_tokens": 1}
+    usage = httpx.post(f"{url}/v1/completions", json=body, trust_env=False).raise_for_status().json()["usage"]
+    cached: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+def test_simulated_replicas_in_one_process_have_each_their_own_cache_and_registration() -> None:
+    registered: dict[str, Any] = {}
+
+    class Gateway(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            registered[self.path] = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as gateway,
+        worker(
+            *("simulated", "--replicas", "3", "--speedup", "100", "--replica-id", "sim", "--join-token", "x"),
+            *("--gateway", f"http://127.0.0.1:{gateway.server_port}"),
+        ) as process,
+    ):
+        threading.Thread(target=gateway.serve_forever, daemon=True).start()
+        assert process.stdout is not None
+        urls = [url_of(process), *(process.stdout.readline().split()[-1] for _ in range(2))]
+        cached = [[_cached_tokens(url) for _ in range(2)] for url in urls]
+        deadline = time.monotonic() + 5
+        while len(registered) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.terminate()
+        process.communicate(timeout=10)
+        gateway.shutdown()
+
+    assert process.returncode == 0
+    assert cached == [[0, 64]] * 3
+    assert sorted(registered) == [f"/admin/v1/replicas/sim-{number}" for number in range(3)]
+    assert sorted(spec["url"] for spec in registered.values()) == sorted(urls)
+    assert len({spec["epoch"] for spec in registered.values()}) == 3
 
 
 def test_a_simulated_replica_needs_no_engine_packages() -> None:
@@ -152,6 +199,9 @@ def test_a_model_that_cannot_be_served_ends_the_start_with_one_clear_line(tmp_pa
         (["--speedup", "0"], "speedup"),
         (["--precision", "int3"], "int3"),
         (["--unknown"], "--unknown"),
+        (["--replicas", "0"], "replicas"),
+        (["--replicas", "2", "--advertise", "http://host:1"], "--advertise"),
+        (["--replicas", "2", "--port", "65535"], "no ports"),
     ],
 )
 def test_a_wrong_option_is_a_usage_error(args: list[str], fault: str) -> None:

@@ -1,0 +1,156 @@
+"""What to send, and when: prompts as text with arrival times, made from a seed or read from a trace.
+
+Times are those of the simulated world, so a run at five times its speed sends five times as fast. Prompts are ASCII, and
+simulated replicas count four bytes as one token, so lengths here are exact. They are text completions: a chat template would
+add tokens that nobody outside could count.
+
+    shared    64 groups × 5 prompts, 6,000 tokens of the group and 1,200 of their own; sent once, then drawn at random
+    chats     talks that grow: each prompt is the one before, an answer and a new question
+    trace     the first 1,000 requests of the Mooncake conversation trace: real arrivals, lengths and shared prefixes
+"""
+
+from __future__ import annotations
+
+import gzip
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Final
+
+import msgspec
+
+__all__ = ["WORKLOADS", "Request", "Workload", "ideal_cached_tokens", "make_workload"]
+
+TOKEN_BYTES: Final = 4
+BLOCK_TOKENS: Final = 16
+
+WORKLOADS: Final = ("shared", "chats", "trace")
+
+_GROUPS, _PROMPTS, _GROUP_TOKENS, _OWN_TOKENS, _SHARED_OUTPUT = 64, 5, 6000, 1200, 100
+_SHARED_RATE: Final = 60.0
+_SHARED_S: Final = 20.0
+_WARM_RATE: Final = 20.0
+
+_CHAT_RATE: Final = 2.0
+"""Talks that begin in a second."""
+_CHAT_S: Final = 60.0
+_CHAT_TURNS: Final = 8
+_CHAT_GAP_S: Final = 8.0
+"""Mean time from a prompt to the next one of its talk: the answer, reading it, and typing."""
+_SYSTEM_TOKENS, _TURN_TOKENS, _CHAT_OUTPUT = 320, (64, 1200), 150
+
+_TRACE_FILE: Final = "mooncake_conversation_1000.jsonl.gz"
+_TRACE_PACE: Final = 4.0
+"""Times the recorded pace: what keeps 8 replicas of the simulated kind half busy."""
+_TRACE_BLOCK_TOKENS: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    at_s: float
+    prompt: str
+    max_tokens: int
+    warm: bool = False
+    """Sent to fill caches, and not counted."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt) // TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    requests: tuple[Request, ...]
+    """In order of arrival."""
+    kv_tokens: int
+    """What each replica can hold: so much that placing matters."""
+
+
+def make_workload(name: str, *, load: float, seed: int, limit: int | None = None) -> Workload:
+    """`load`: times the usual rate of arrivals. `limit`: at most so many requests."""
+    draw = random.Random(seed)
+    if name == "shared":
+        requests, kv_tokens = _shared(draw, load), 131_072
+    elif name == "chats":
+        requests, kv_tokens = _chats(draw, load), 131_072
+    else:
+        requests, kv_tokens = _trace(load, seed), 1 << 20
+    ordered = sorted(requests, key=lambda request: request.at_s)
+    return Workload(tuple(ordered[:limit]), kv_tokens)
+
+
+def ideal_cached_tokens(requests: Iterable[Request]) -> list[int]:
+    """For each, what a single cache without end would have of it, had all before it been computed."""
+    known: set[int] = set()
+    found = []
+    for request in requests:
+        names = list(_block_names(request.prompt))
+        count = 0
+        while count < len(names) and names[count] in known:
+            count += 1
+        known.update(names)
+        matchable = (request.prompt_tokens - 1) // BLOCK_TOKENS  # the last token is always computed
+        found.append(min(count, matchable) * BLOCK_TOKENS)
+    return found
+
+
+def _block_names(prompt: str) -> Iterator[int]:
+    name, size = 0, BLOCK_TOKENS * TOKEN_BYTES
+    for start in range(0, len(prompt) - size + 1, size):
+        name = hash((name, prompt[start : start + size]))
+        yield name
+
+
+def _text(draw: random.Random, tokens: int) -> str:
+    return draw.randbytes(tokens * TOKEN_BYTES // 2).hex()
+
+
+def _arrivals(draw: random.Random, rate: float, start_s: float, length_s: float) -> Iterator[float]:
+    now = start_s + draw.expovariate(rate)
+    while now < start_s + length_s:
+        yield now
+        now += draw.expovariate(rate)
+
+
+def _shared(draw: random.Random, load: float) -> Iterator[Request]:
+    groups = [_text(draw, _GROUP_TOKENS) for _ in range(_GROUPS)]
+    prompts = [group + _text(draw, _OWN_TOKENS) for group in groups for _ in range(_PROMPTS)]
+    draw.shuffle(prompts)
+    for number, prompt in enumerate(prompts):
+        yield Request(number / _WARM_RATE, prompt, _SHARED_OUTPUT, warm=True)
+    start_s = len(prompts) / _WARM_RATE + 2 * _SHARED_OUTPUT * 0.05  # the last of them have ended
+    for at_s in _arrivals(draw, _SHARED_RATE * load, start_s, _SHARED_S):
+        yield Request(at_s, draw.choice(prompts), _SHARED_OUTPUT)
+
+
+def _chats(draw: random.Random, load: float) -> Iterator[Request]:
+    system = _text(draw, _SYSTEM_TOKENS)
+    for begin_s in _arrivals(draw, _CHAT_RATE * load, 0.0, _CHAT_S):
+        prompt, at_s = system, begin_s
+        for _ in range(_CHAT_TURNS):
+            prompt += _text(draw, draw.randint(*_TURN_TOKENS))
+            yield Request(at_s, prompt, _CHAT_OUTPUT)
+            prompt += _text(draw, _CHAT_OUTPUT)
+            at_s += _CHAT_GAP_S / 2 + draw.expovariate(2 / _CHAT_GAP_S)
+
+
+class _TraceRow(msgspec.Struct, frozen=True):
+    timestamp: int
+    """Milliseconds from the start."""
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+    """One for each 512 tokens; the same number means the same block after the same blocks."""
+
+
+def _trace(load: float, seed: int) -> Iterator[Request]:
+    data = gzip.decompress((files("loadtest") / "data" / _TRACE_FILE).read_bytes())
+    texts: dict[int, str] = {}
+    for line in data.splitlines():
+        row = msgspec.json.decode(line, type=_TraceRow)
+        for number in row.hash_ids:
+            if number not in texts:
+                texts[number] = _text(random.Random(f"{seed} {number}"), _TRACE_BLOCK_TOKENS)
+        prompt = "".join(texts[number] for number in row.hash_ids)[: row.input_length * TOKEN_BYTES]
+        yield Request(row.timestamp / 1000 / _TRACE_PACE / load, prompt, row.output_length)
