@@ -1,0 +1,36 @@
+"""What the decision is worth, in virtual time: the same figures every run, so a change of them is a change of the router."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from loadtest.workloads import make_workload
+from router import RoutingSettings
+from router.settings import PolicyName
+from tests.fleet.virtual_time import Figures, VirtualFleet
+
+
+@cache
+def figures(policy: PolicyName, workload: str = "trace", load: float = 1.0, limit: int = 150) -> Figures:
+    made = make_workload(workload, load=load, seed=1, limit=limit)
+    return VirtualFleet(made, RoutingSettings(policy=policy)).run()
+
+
+@pytest.mark.parametrize("other", ["round_robin", "least_load", "prefix"])
+def test_seconds_beat_the_rules_that_count_requests(other: PolicyName) -> None:
+    ours, theirs = figures("cost"), figures(other)
+
+    assert ours.ttft_mean < 0.75 * theirs.ttft_mean
+    assert ours.ttft_p90 < 0.75 * theirs.ttft_p90
+
+
+def test_near_saturation_ours_is_not_worse_than_sticking_until_saturated() -> None:
+    ours, sticky = figures("cost", load=1.5), figures("sticky_until_saturated", load=1.5)
+
+    assert ours.ttft_mean < 1.03 * sticky.ttft_mean
+
+
+def test_a_run_gives_the_same_figures_again() -> None:
+    assert figures("cost", limit=40) == figures.__wrapped__("cost", limit=40)
