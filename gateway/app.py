@@ -23,15 +23,17 @@ from typing import Final
 import click
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.addresses import resolve_host
 from gateway.admin import AdminContext, admin_app
+from gateway.asgi import new_request_id
 from gateway.dispatch import Dispatcher, Record, unroutable
 from gateway.hotpath import Access, HotPath
 from gateway.http1 import Http1Upstream
 from gateway.keys import KeyKind, KeyStore
 from gateway.limits import RequestLimiter
-from gateway.openai import Endpoint, parse_request
+from gateway.openai import ApiError, Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
 from gateway.registry import Registry
@@ -213,6 +215,21 @@ def _ask_to_stop(servers: list[uvicorn.Server]) -> None:
         server.should_exit = True
 
 
+class _Protocol(HttpToolsProtocol):
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP never reaches an app, so its answer in OpenAI's shape is written here."""
+        body = ApiError(400, "invalid_http", msg).body()
+        head = (
+            "HTTP/1.1 400 Bad Request\r\n"
+            "content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n"
+            f"x-request-id: {new_request_id()}\r\n"
+            "connection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -224,7 +241,8 @@ def _server(app: ASGIApp, grace_s: float) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=_Protocol,
+            proxy_headers=False,
             lifespan="off",
             ws="none",
             access_log=False,

@@ -17,7 +17,16 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.openai import ApiError
 
-__all__ = ["ClientGone", "Reply", "error_headers", "header", "read_body", "request_id", "while_connected"]
+__all__ = [
+    "ClientGone",
+    "Reply",
+    "error_headers",
+    "header",
+    "new_request_id",
+    "read_body",
+    "request_id",
+    "while_connected",
+]
 
 Header = tuple[bytes, bytes]
 
@@ -42,6 +51,10 @@ def request_id(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _SANE_ID.fullmatch(value):
             return cast(bytes, value).decode()
+    return new_request_id()
+
+
+def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -175,6 +176,26 @@ def test_a_revoked_key_is_refused_at_once(up: Up) -> None:
         up.admin("DELETE", f"/keys/{made['id']}").raise_for_status()
         with pytest.raises(openai.AuthenticationError):
             client.models.list()
+
+
+@pytest.mark.parametrize("admin", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: ten\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_a_400_in_openais_shape(up: Up, data: bytes, admin: bool) -> None:
+    url = httpx.URL(up.admin_url if admin else up.base_url)
+    with socket.create_connection((url.host, url.port or 0), timeout=5) as client:
+        client.sendall(data)
+        head, _, body = b"".join(iter(lambda: client.recv(4096), b"")).partition(b"\r\n\r\n")
+
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"\r\nx-request-id: req-" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/chat/completions"), ("GET", "/nothing"), ("POST", "/models")])
