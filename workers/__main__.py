@@ -399,11 +399,13 @@ def _resolve(model: str, cache: Path) -> LocalModel:
 def _describe(info: EngineInfo) -> str:
     """What runs, in a line; `warmpath up` shows it."""
     kv_tokens = info.num_blocks * info.block_size
+    room = f"{kv_tokens:,} tokens, at most {info.max_num_seqs} sequences at once"
+    if info.precision == "simulated":
+        return f"running {info.model}: made-up text at a realistic pace, KV memory for {room}"
     kv_mib = kv_tokens * info.kv_bytes_per_token / (1 << 20)
-    memory = f"{kv_mib:,.0f} MiB of KV memory for " if kv_mib else "KV memory for "
     return (
         f"running {info.model} in {info.precision}: {info.weights_bytes / (1 << 20):,.0f} MiB of weights, "
-        f"{memory}{kv_tokens:,} tokens, at most {info.max_num_seqs} sequences at once"
+        f"{kv_mib:,.0f} MiB of KV memory for {room}"
     )
 
 
