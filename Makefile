@@ -11,6 +11,8 @@ WORKERS ?= 2
 MODEL ?= default
 # Where torch comes from, e.g. TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 TORCH_ARGS ?=
+# Two processes of tests; more would make those with deadlines wait for each other on a small machine.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -38,7 +40,7 @@ contracts: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 tests: $(VENV)/.dev $(VENV)/.torch
-	$(BIN)/pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -46,10 +48,10 @@ format: $(VENV)/.dev
 
 # pyproject.toml is the source; torch stays out of the hashes (requirements/exclude.txt says why).
 LOCK := uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
-	--override requirements/exclude.txt --extra engine --group build --group torch-needs
+	--override requirements/exclude.txt --extra engine --extra fast --group build --group torch-needs
 lock:
 	$(LOCK) pyproject.toml -o requirements/run.txt
-	$(LOCK) --group dev --constraint requirements/run.txt pyproject.toml -o requirements/dev.txt
+	$(LOCK) --extra bench --group dev --constraint requirements/run.txt pyproject.toml -o requirements/dev.txt
 
 clean:
 	rm -rf $(VENV) .warmpath

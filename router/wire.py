@@ -31,6 +31,7 @@ __all__ = [
     "Load",
     "PromptField",
     "ReplicaSpec",
+    "Resume",
     "Stored",
     "decode_ids",
     "encode_frame",
@@ -174,6 +175,16 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     lease_s: float = 15.0
 
 
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """A stream that broke elsewhere, to be continued as if it had not."""
+
+    ids: str
+    """base64 of the u32le ids that its events told; '' when none did."""
+    response_id: str
+    """The ``id`` and ``created`` of its chunks."""
+    created: int
+
+
 class PromptField(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body field ``warmpath``: what the gateway already knows, so that the worker computes nothing twice.
 
@@ -186,6 +197,7 @@ class PromptField(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     seed: int | None = None
     request_id: str = ""
     priority: int = 0
+    resume: Resume | None = None
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -214,5 +226,5 @@ def decode_ids(text: str) -> bytes:
     """The text form inside `PromptField` → u32le bytes. Raises ValueError on anything else."""
     packed = base64.b64decode(text, validate=True)
     if len(packed) % 4:
-        raise ValueError("prompt_ids is no whole number of u32")
+        raise ValueError("the ids are no whole number of u32")
     return packed

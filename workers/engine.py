@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from router.blocks import root_name
 from router.wire import unpack_ids
 from workers.block_pool import BlockPool
+from workers.ending import ending
 from workers.protocol import EngineInfo, FinishReason, Output, Sampling, StepReport, Submit
 from workers.scheduler import Scheduler, Slice
 from workers.sequence import Seq
@@ -58,11 +59,6 @@ class Runner(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Ids that end an answer unless the request ignores them."""
-        ...
-
     def step(self, batch: Sequence[ScheduledSeq]) -> list[int | None]:
         """Run every row; for each, the sampled id, or None where `sample` is False.
 
@@ -93,6 +89,7 @@ class Engine:
         )
         self._scheduler = Scheduler(self._pool, max_num_seqs=self.info.max_num_seqs, token_budget=token_budget)
         self._token_budget = token_budget
+        self._eos_ids = frozenset(self.info.eos_ids)
         self._max_len = min(self.info.max_model_len, self.info.num_blocks * self.info.block_size)
         self._rates = _Rates(least_prefill_tokens=token_budget // 4)
         self._seqs: dict[int, Seq] = {}
@@ -244,14 +241,14 @@ class Engine:
         )
 
     def _finish_reason(self, seq: Seq, token: int) -> FinishReason | None:
-        sampling = seq.sampling
-        if token in self._runner.eos_ids and not sampling.ignore_eos:
-            return "stop"
-        if token in sampling.stop_token_ids:
-            return "stop"
-        if len(seq.ids) - seq.prompt_len >= sampling.max_tokens or len(seq.ids) >= self._max_len:
-            return "length"
-        return None
+        return ending(
+            token,
+            num_generated=len(seq.ids) - seq.prompt_len,
+            num_ids=len(seq.ids),
+            sampling=seq.sampling,
+            eos_ids=self._eos_ids,
+            max_len=self._max_len,
+        )
 
     def _fail(self, slices: list[Slice], error: Exception) -> None:
         message = f"{type(error).__name__}: {error}"

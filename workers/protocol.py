@@ -21,6 +21,7 @@ __all__ = [
     "Failed",
     "FinishReason",
     "FromEngine",
+    "Grammar",
     "Output",
     "Ready",
     "Sampling",
@@ -28,6 +29,7 @@ __all__ = [
     "StoredRun",
     "Submit",
     "ToEngine",
+    "TokenLogprob",
     "decode_from_engine",
     "decode_to_engine",
     "encode_message",
@@ -38,15 +40,40 @@ FinishReason = Literal["stop", "length", "rejected", "error"]
 here (a client's mistake). ``error``: our own fault, only for the request it names."""
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What the generated text must be a sentence of."""
+
+    text: str
+    """As llguidance's ``LLMatcher`` takes it."""
+    after: int | None = None
+    """The token id behind which it begins to hold: the end of the model's reasoning. None: it holds from the first token."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens. Ranges are checked by the HTTP side; the engine trusts them."""
 
     max_tokens: int
+    min_tokens: int = 0
+    """Before so many, no token that would end the sequence is chosen."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 is off."""
+    min_p: float = 0.0
+    """Tokens less likely than this part of the likeliest one are left out."""
+    repetition_penalty: float = 1.0
+    """Of tokens in prompt or answer: their logits are divided by it when positive, multiplied when negative."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit once for each time it is in the answer,"""
+    presence_penalty: float = 0.0
+    """and once for being in it at all."""
+    logit_bias: dict[int, float] = {}
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+    """How many of the likeliest tokens to tell beside each chosen one; None: no logprobs at all."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens. Such a request reads nothing from the cache."""
     seed: int = 0
     """u64. Noise is a pure function of (seed, choice, position, token id)."""
     choice: int = 0
@@ -64,6 +91,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     salt: str = ""
     priority: int = 0
     """A smaller one is admitted sooner and preempted later."""
+    resume: bytes = b""
+    """u32le ids that were generated elsewhere before: the sequence goes on behind them, and only what follows is told.
+    Limits, penalties and noise count from the prompt's end as ever. They must not have ended it (`workers.ending`)."""
     sampling: Sampling
 
 
@@ -84,6 +114,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_model_len: int
     vocab_size: int
+    eos_ids: list[int]
+    """Ids that end an answer unless the request ignores them."""
     weights_bytes: int
     kv_bytes_per_token: int
 
@@ -92,12 +124,24 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     info: EngineInfo
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a token was, before anything the client asked for changed its logit: natural logarithms."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+    """The likeliest ids and theirs, sorted by (-logprob, id). The token itself is in it only if it is one of them."""
+
+
 class Output(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one sequence."""
 
     rid: int
     ids: list[int]
     """Includes the end or stop token that finished it, if one did."""
+    logprobs: list[TokenLogprob] = []
+    """One for each of `ids` where the request asked for them."""
+    prompt_logprobs: list[TokenLogprob] = []
+    """With the first output where the request asked for them: one for each prompt token but the first."""
     cached_tokens: int = 0
     """Prompt tokens served from the prefix cache at first admission."""
     finish_reason: FinishReason | None = None

@@ -79,7 +79,6 @@ class TorchRunner:
             windows=config.windows,
             scale=config.attention_scale,
         )
-        self.eos_ids = eos_ids
         self.info = EngineInfo(
             model=name,
             revision="",
@@ -90,6 +89,7 @@ class TorchRunner:
             max_num_seqs=max_num_seqs,
             max_model_len=plan.max_model_len,
             vocab_size=config.vocab_size,
+            eos_ids=sorted(eos_ids),
             weights_bytes=plan.weights_bytes,
             kv_bytes_per_token=plan.kv_bytes_per_token,
         )

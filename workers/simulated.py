@@ -90,14 +90,13 @@ def simulated_info(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         vocab_size=EOS_ID + 1,
+        eos_ids=[EOS_ID],
         weights_bytes=0,
         kv_bytes_per_token=0,
     )
 
 
 class SimulatedRunner:
-    eos_ids = frozenset({EOS_ID})
-
     def __init__(self, info: EngineInfo, time_model: TimeModel | None = None) -> None:
         self.info = info
         self._time_model = time_model or TimeModel()

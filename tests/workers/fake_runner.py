@@ -46,6 +46,7 @@ def make_info(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         vocab_size=VOCAB,
+        eos_ids=[EOS],
         weights_bytes=0,
         kv_bytes_per_token=0,
     )
@@ -77,7 +78,6 @@ class FakeRunner:
 
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
-        self.eos_ids = frozenset({EOS})
         self.batches: list[list[ScheduledSeq]] = []
         self.num_failures_to_come = 0
         self._kv: list[list[int | None]] = [[None] * info.block_size for _ in range(info.num_blocks)]

@@ -188,7 +188,7 @@ def test_what_the_runner_is_is_told() -> None:
     assert (info.model, info.precision, info.block_size, info.max_num_seqs) == ("tiny", "fp32", BLOCK_SIZE, 8)
     assert (info.max_model_len, info.vocab_size, info.kv_bytes_per_token) == (512, VOCAB, 2 * 2 * 2 * 16 * 4)
     assert info.num_blocks == (1 << 20) // (16 * info.kv_bytes_per_token)
-    assert runner.eos_ids == {0}
+    assert runner.info.eos_ids == [0]
 
 
 def test_numerics_tell_apart_what_may_give_other_bits() -> None:
@@ -224,7 +224,7 @@ def test_a_saved_model_is_loaded(tmp_path: Path) -> None:
     answer = generate(runner, [prompt], [list(range(10))], 8)[0]
 
     assert runner.info.model == "Tiny-Model"
-    assert runner.eos_ids == {1, 2}
+    assert runner.info.eos_ids == [1, 2]
     assert is_greedy(model, prompt, answer)
 
 
@@ -325,7 +325,7 @@ def test_default_model_in_int8_knows_the_capital_of_france(prompts: list[list[in
     answer = generate(runner, prompts[:1], [list(range(10))], 9)[0]
 
     assert prompter.decode(answer, skip_special_tokens=True).startswith("The capital of France is Paris")
-    assert runner.eos_ids & set(answer)
+    assert set(runner.info.eos_ids) & set(answer)
 
 
 @pytest.mark.model
