@@ -25,7 +25,7 @@ _EOS: Final = 256
 def check(constraint: Constraint) -> None:
     """Raises `ApiError` 400 where no answer could obey it, or none that can be computed in bounded time.
 
-    A usual schema takes 1 ms, the worst known one 0.3 s with the interpreter lock released: not for an event loop. The last
+    A usual schema takes 1 ms, the worst known one 0.2 s with the interpreter lock released: not for an event loop. The last
     results are remembered.
     """
     fault = _fault(constraint.text_grammar())
