@@ -75,6 +75,7 @@ def _allows(mask: bytes, id_: int) -> bool:
 def _walker(tokenizer_json: str, eos: str) -> Walker:
     tokenizer = Tokenizer.from_str(tokenizer_json)
     eos_id = tokenizer.token_to_id(eos)
+    assert eos_id is not None
     special_ids = {id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     tags = ModelTags.of(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, special_ids)
     return Walker(tokenizer, LLTokenizer(tokenizer_json, eos_token=eos_id), eos_id, tags)
