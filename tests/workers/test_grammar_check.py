@@ -12,6 +12,7 @@ from workers import grammar_check
 from workers.api_error import ApiError
 from workers.constraint import content_constraint
 from workers.grammar_check import check
+from workers.tool_choice import call_constraint
 
 
 def nested(depth: int, key: str) -> Any:
@@ -76,7 +77,7 @@ SCHEMAS: list[tuple[str, Any, str]] = [
     ("product of choices", {"allOf": [{"anyOf": [{"properties": {f"{k}{i}": {}}} for k in "ab"]} for i in range(20)]}, "too"),
     ("many patterns", {"allOf": patterns(30)}, "8 patterns"),
     ("many patterns by refs", refs(30, lambda ref: ref | {"pattern": "b"}), "8 patterns"),
-    ("many patterns by name", {"allOf": [{"$ref": "#x"}], "$defs": {"a": {"$anchor": "x", "allOf": patterns(30)}}}, "8 pattern"),
+    ("many patterns by name", {"allOf": [{"$ref": "#x"}], "$defs": {"a": {"$anchor": "x", "allOf": patterns(20)}}}, "8 patt"),
     ("many patterns by escapes", {"allOf": [{"$ref": "#/%24defs/a"}], "$defs": {"a": {"allOf": patterns(30)}}}, "8 patterns"),
     ("many patterns for a property", {"allOf": [{"properties": {"x": part}} for part in patterns(30)]}, "8 patterns"),
     ("many patterns for keys", {"patternProperties": {f"^a{i}$": {} for i in range(300)}}, "8 patterns"),
@@ -133,6 +134,17 @@ def test_a_schema_that_only_looks_dangerous_is_used(schema: Any) -> None:
 )
 def test_text_that_is_no_grammar_is_told_so(outputs: Any) -> None:
     fault(outputs)
+
+
+def test_schemas_of_all_tools_together_must_fit() -> None:
+    tools = [{"function": {"name": f"f{i}", "parameters": {"title": "a" * 30_000}}} for i in range(3)]
+    constraints = [call_constraint(tools[:count], "required", True) for count in (2, 3)]
+
+    assert constraints[0] is not None
+    check(constraints[0])
+    assert constraints[1] is not None
+    with pytest.raises(ApiError, match="'tools' takes more than"):
+        check(constraints[1])
 
 
 def test_a_grammar_is_tried_once() -> None:

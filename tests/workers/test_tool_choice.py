@@ -148,7 +148,6 @@ def tool(**function: Any) -> dict[str, Any]:
         ([tool(parameters=[])], "required", "tools[0].function.parameters"),
         ([tool(parameters={"type": "string"})], "required", "tools[0].function.parameters"),
         ([tool(parameters={"enum": ["a" * 70_000]})], "required", "tools[0].function.parameters"),
-        ([tool(name=f"f{i}", parameters={"title": "a" * 50_000}) for i in range(3)], "required", "tools"),
         ([tool(strict="yes")], "required", "tools[0].function.strict"),
         (TOOLS, "any", "tool_choice"),
         (TOOLS, 1, "tool_choice"),
