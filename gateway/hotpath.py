@@ -108,7 +108,7 @@ class HotPath:
         pool = self._pool(request)
         record.model = request.model
         salt = self._access.salt_for(key.group if key is not None else _ANYBODY)
-        async with while_connected(receive, reply):
+        async with while_connected(scope, receive, reply):
             prompt = await self._preparer.prepare(request, pool, salt)
             job = Job(
                 request=request,
