@@ -26,7 +26,8 @@ from starlette.types import ASGIApp
 
 from gateway.addresses import resolve_host
 from gateway.admin import AdminContext, admin_app
-from gateway.dispatch import Dispatcher, Record, unroutable
+from gateway.dispatch import Dispatcher, Record
+from gateway.failures import unroutable
 from gateway.hotpath import Access, HotPath
 from gateway.http1 import Http1Upstream
 from gateway.keys import KeyKind, KeyStore
@@ -129,6 +130,8 @@ def build_gateway(settings: Settings) -> Gateway:
                 first_byte_s=settings.stream.first_byte_s,
                 idle_s=settings.stream.idle_s,
             ),
+            commit_after_s=settings.stream.commit_after_s,
+            ping_s=settings.stream.ping_s,
             clock=clock,
             draw=random.random,
             on_gap=telemetry.gap,

@@ -168,8 +168,10 @@ class Reply:
 
 
 def error_headers(error: ApiError) -> list[Header]:
-    """How to ask, for who has no valid key; when to come back, in both forms that OpenAI's SDKs read (at most 120 s)."""
+    """How to ask, for who has no valid key; whether and when to come back, as OpenAI's SDKs read it (at most 120 s)."""
     headers: list[Header] = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
+    if error.should_retry is not None:
+        headers.append((b"x-should-retry", b"true" if error.should_retry else b"false"))
     if error.retry_after_s is not None:
         seconds = max(error.retry_after_s, 0.001)
         headers += [

@@ -191,6 +191,10 @@ class StreamSettings(_Group):
     """Queue and prefill. A CPU replica takes tens of seconds for a long prompt; a client's SDK gives up after 600."""
     idle_s: Seconds = 30.0
     """Between two chunks. A step takes milliseconds; half a minute of silence is a hung replica."""
+    commit_after_s: Seconds = 15.0
+    """A stream that has no first token by then gets its status line, and comments until it has: proxies cut what is silent."""
+    ping_s: Seconds = 10.0
+    """Between two such comments."""
 
 
 class LimitSettings(_Group):
