@@ -28,17 +28,20 @@ from gateway.addresses import resolve_host
 from gateway.admin import AdminContext, admin_app
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
+from gateway.homes import Homes
 from gateway.hotpath import Access, HotPath
 from gateway.http1 import Http1Upstream
 from gateway.keys import KeyKind, KeyStore
 from gateway.limits import RequestLimiter
 from gateway.listener import Listener
+from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
 from gateway.registry import Registry
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
+from gateway.tokenizing import Tokenizing
 from gateway.upstream import Timeouts
 from gateway.watch import Watcher
 from router import Decision, Router, Unroutable
@@ -95,7 +98,9 @@ def build_gateway(settings: Settings) -> Gateway:
     upstream = Http1Upstream()
     prompters = Prompters(executor)
     preparer = Preparer(prompters, executor)
-    watcher = Watcher(router, upstream, prompters, clock=clock)
+    cards = ModelCards()
+    homes = Homes()
+    watcher = Watcher(router, upstream, prompters, cards, clock=clock)
     registry = Registry(
         router,
         lease_s=settings.leases.lease_s,
@@ -113,7 +118,10 @@ def build_gateway(settings: Settings) -> Gateway:
 
     hot_path = HotPath(
         public_app(
-            router, None if settings.server.open else keys, unix_time=lambda moment: moment + time.time() - clock()
+            router,
+            cards,
+            None if settings.server.open else keys,
+            unix_time=lambda moment: moment + time.time() - clock(),
         ),
         router=router,
         access=Access(
@@ -122,9 +130,12 @@ def build_gateway(settings: Settings) -> Gateway:
             salt_for=keys.salt_for,
         ),
         preparer=preparer,
+        tokenizing=Tokenizing(router, prompters, cards, executor),
+        homes=homes,
         dispatcher=Dispatcher(
             router,
             upstream,
+            homes,
             timeouts=Timeouts(
                 connect_s=settings.stream.connect_s,
                 first_byte_s=settings.stream.first_byte_s,

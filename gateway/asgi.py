@@ -15,7 +15,7 @@ from typing import Final, cast
 
 from starlette.types import Receive, Scope, Send
 
-from gateway.openai import ApiError
+from gateway.api_error import ApiError
 
 __all__ = [
     "DISCONNECT_EXTENSION",
@@ -137,6 +137,8 @@ class Reply:
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
         self.request_id = request_id
+        self.headers: list[Header] = []
+        """Of the answer, whatever it will be."""
         self.status: int | None = None
         """None until the status line went out: until then every ending is still possible."""
         self.complete = False
@@ -148,7 +150,7 @@ class Reply:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*headers, (b"x-request-id", self.request_id.encode())],
+                "headers": [*headers, *self.headers, (b"x-request-id", self.request_id.encode())],
             }
         )
 

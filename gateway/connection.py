@@ -22,9 +22,9 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
+from gateway.api_error import ApiError
 from gateway.asgi import new_request_id
 from gateway.cycle import HIGH_WATER_BYTES, Cycle, encode_error
-from gateway.openai import ApiError
 from gateway.request_head import RequestHead
 
 __all__ = ["Connection", "Hub", "ListenerLimits"]

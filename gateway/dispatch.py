@@ -18,12 +18,15 @@ from typing import Any, Final, Self
 
 import msgspec
 
+from gateway.api_error import ApiError
 from gateway.asgi import Header, Reply
-from gateway.failures import all_busy, bad_upstream, quarantined, unroutable, upstream_error
-from gateway.openai import ApiError, GenerationRequest, Usage, parse_usage
+from gateway.failures import all_busy, bad_upstream, passed_on, quarantined, unroutable, upstream_error
+from gateway.homes import Home, Homes
+from gateway.openai import GenerationRequest, Usage, parse_response, parse_usage
 from gateway.prepare import PreparedPrompt
+from gateway.response_events import ResponseRelay
 from gateway.retries import Fingerprint, Quarantine, RetryBudget, fingerprint
-from gateway.sse import MAX_EVENT_BYTES, SseRelay, error_event
+from gateway.sse import EventRelay, SseRelay
 from gateway.upstream import (
     Origin,
     Timeouts,
@@ -64,12 +67,16 @@ class Job:
     request_id: str
     debug: bool
     """Whether the client may see how it was routed."""
+    owner: str
+    """Whose responses are found again by their id: nobody else's are."""
+    home: str | None = None
+    """The replica that keeps what this request is about. No other one could answer."""
     passed_on: Sequence[Header] = ()
     """Client headers that replicas understand, such as traceparent."""
 
     @property
     def fingerprint(self) -> Fingerprint:
-        return fingerprint(self.salt, self.request.body)
+        return fingerprint(self.salt, self.request.body or self.request.path.encode())
 
 
 @dataclass(slots=True)
@@ -87,6 +94,7 @@ class Record:
     status: int = 0
     error_code: str = ""
     first_byte_s: float | None = None
+    """Of a generated answer; None of any other."""
     duration_s: float = 0.0
     usage: Usage | None = None
 
@@ -162,6 +170,7 @@ class Dispatcher:
         self,
         router: Router,
         upstream: Upstream,
+        homes: Homes,
         *,
         timeouts: Timeouts,
         commit_after_s: float,
@@ -176,6 +185,7 @@ class Dispatcher:
         """
         self._router = router
         self._upstream = upstream
+        self._homes = homes
         self._timeouts = timeouts
         self._commit_after_s = commit_after_s
         self._ping_s = ping_s
@@ -203,7 +213,7 @@ class Dispatcher:
         tried: frozenset[str] = frozenset()
         error: ApiError | None = None
         for number in range(_MAX_TRIES):
-            decision = self._router.route(job.prompt.query(job.request, tried), self._clock(), self._draw())
+            decision = self._decide(job, tried)
             if isinstance(decision, Unroutable):
                 error = error or unroutable(decision, job.request.model)
                 break
@@ -229,6 +239,11 @@ class Dispatcher:
             error.should_retry = False  # a client that comes back at once would multiply what we have tried in vain
         raise error
 
+    def _decide(self, job: Job, tried: frozenset[str]) -> Decision | Unroutable:
+        if job.home is not None:
+            tried |= {replica.id for replica in self._router.replicas() if replica.id != job.home}
+        return self._router.route(job.prompt.query(job.request, tried), self._clock(), self._draw())
+
     async def _try(
         self, job: Job, decision: Decision, reply: Reply, record: Record, patience: _Patience | None
     ) -> None:
@@ -241,7 +256,7 @@ class Dispatcher:
                 raise held.failed(error) from error
             try:
                 if response.status != 200:
-                    await self._pass_refusal(response, decision.replica_id, held, reply)
+                    await self._pass_refusal(response, job, decision.replica_id, held, reply)
                 elif patience is not None:
                     await self._relay_stream(response, job, held, reply, record, patience)
                 else:
@@ -252,11 +267,9 @@ class Dispatcher:
     def _upstream_request(self, job: Job, replica_id: str) -> UpstreamRequest:
         spec = self._router.spec(replica_id)
         origin, prefix = Origin.parse(spec.url)
-        headers: list[Header] = [
-            (b"content-type", b"application/json"),
-            (b"x-request-id", job.request_id.encode()),
-            *job.passed_on,
-        ]
+        headers: list[Header] = [(b"x-request-id", job.request_id.encode()), *job.passed_on]
+        if job.request.method == "POST":
+            headers.append((b"content-type", b"application/json"))
         if spec.credential:
             headers.append((b"authorization", b"Bearer " + spec.credential.encode()))
         extra: dict[str, Any] = {}
@@ -265,15 +278,17 @@ class Dispatcher:
                 prompt_ids=job.prompt.ids or "", salt=job.salt, seed=job.seed, request_id=job.request_id
             )
         return UpstreamRequest(
-            method="POST",
+            method=job.request.method,
             origin=origin,
-            path=prefix + job.request.endpoint,
+            path=prefix + job.request.path,
             headers=headers,
             body=job.request.upstream_body(extra),
             timeouts=self._timeouts,
         )
 
-    async def _pass_refusal(self, response: UpstreamResponse, replica_id: str, held: _Held, reply: Reply) -> None:
+    async def _pass_refusal(
+        self, response: UpstreamResponse, job: Job, replica_id: str, held: _Held, reply: Reply
+    ) -> None:
         """A status other than 200: the client's mistake passes through, a busy or broken replica is left for another."""
         status = response.status
         headers = dict(response.headers)
@@ -283,11 +298,10 @@ class Dispatcher:
             wait_s = min(wait_s if wait_s is not None else 1.0, _MAX_BUSY_S)
             self._router.busy(replica_id, self._clock() + wait_s)
             raise _TryElsewhere(all_busy(wait_s))
-        if status in (401, 403) or status >= 500 or status < 400:
+        if status in (401, 403) or (status >= 500 and status != 501) or status < 400:
             raise held.failed(bad_upstream(f"A replica answered with status {status}."))
         try:
-            body = await response.read(_MAX_ERROR_BYTES)
-            parse_usage(body)
+            status, body = passed_on(status, await response.read(_MAX_ERROR_BYTES), job.request)
         except (UpstreamError, msgspec.MsgspecError) as error:
             raise held.failed(bad_upstream("A replica refused the request without saying why.")) from error
         held.outcome = Outcome.CLIENT_ERROR
@@ -298,18 +312,36 @@ class Dispatcher:
     ) -> None:
         try:
             body = await response.read(_MAX_ANSWER_BYTES)
-            usage = parse_usage(body)
+            usage = self._read_response(body, job, record) if job.request.is_response else parse_usage(body)
         except (UpstreamError, msgspec.MsgspecError) as error:
             raise held.failed(error) from error
         held.answered()
-        record.first_byte_s = self._clock() - record.started_at
-        await reply.json(200, body, _answer_headers(job, record))
+        elapsed_s = self._clock() - record.started_at
+        if job.request.generates:
+            record.first_byte_s = elapsed_s
+        await reply.json(200, body, _answer_headers(job, record, elapsed_s))
         self._settle(usage, held, record)
+
+    def _read_response(self, body: bytes, job: Job, record: Record) -> Usage | None:
+        """Of a new response its usage; one that was there already is counted no second time."""
+        response = parse_response(body)
+        if job.request.subpath:
+            return None
+        self._remember(response.id, job, record)
+        return response.usage.in_completions_words() if response.usage is not None else None
+
+    def _remember(self, response_id: str, job: Job, record: Record) -> None:
+        """Where a response was made, and where the one that it followed must have been known."""
+        assert record.decision is not None
+        home = Home(record.decision.replica_id, job.request.model)
+        for name in (response_id, job.request.follows if job.home is None else None):
+            if name:
+                self._homes.made(job.owner, name, home)
 
     async def _relay_stream(
         self, response: UpstreamResponse, job: Job, held: _Held, reply: Reply, record: Record, patience: _Patience
     ) -> None:
-        relay = SseRelay(strip_usage=not job.request.include_usage)
+        relay = ResponseRelay() if job.request.is_response else SseRelay(strip_usage=not job.request.include_usage)
         try:
             _require_event_stream(response)
             data = await _first_output(response, relay)
@@ -318,10 +350,12 @@ class Dispatcher:
 
         held.answered()
         patience.end()
+        if isinstance(relay, ResponseRelay) and not job.request.subpath:
+            self._remember(relay.response_id, job, record)
         last = self._clock()
         record.first_byte_s = last - record.started_at
         if reply.status is None:
-            await reply.start(200, [*_STREAM_HEADERS, *_answer_headers(job, record)])
+            await reply.start(200, [*_STREAM_HEADERS, *_answer_headers(job, record, record.first_byte_s)])
         try:
             await reply.chunk(data)
             while not relay.done and (data := await _next_output(response, relay)):
@@ -338,10 +372,11 @@ class Dispatcher:
         if not complete:
             held.outcome = Outcome.FAILED
             record.error_code = "upstream_lost"
-            await reply.end(error_event("The replica was lost in the middle of this answer.", code="upstream_lost"))
+            message = "The replica was lost in the middle of this answer."
+            await reply.end(relay.error_event(message, code="upstream_lost"))
             return
         await reply.end()
-        self._settle(relay.usage, held, record)
+        self._settle(relay.usage if not job.request.subpath else None, held, record)
         await _read_to_end(response)
 
     def _settle(self, usage: Usage | None, held: _Held, record: Record) -> None:
@@ -351,20 +386,20 @@ class Dispatcher:
             held.cached_tokens = usage.cached_tokens
 
 
-async def _first_output(response: UpstreamResponse, relay: SseRelay) -> bytes:
-    """Everything up to and with the first event that carries a part of the answer: comments before it commit nothing."""
+async def _first_output(response: UpstreamResponse, relay: EventRelay) -> bytes:
+    """Everything up to and with the first event that carries a part of the answer: what comes before it commits nothing."""
     output = b""
     while not relay.events:
         data = await _next_output(response, relay)
         if not data:
             raise bad_upstream("A replica ended its stream before it began.")
         output += data
-        if len(output) > MAX_EVENT_BYTES:
-            raise bad_upstream("A replica sent comments without an end.")
+        if len(output) > 2 * relay.max_event_bytes:
+            raise bad_upstream("A replica did not begin its answer.")
     return output
 
 
-async def _next_output(response: UpstreamResponse, relay: SseRelay) -> bytes:
+async def _next_output(response: UpstreamResponse, relay: EventRelay) -> bytes:
     """The next bytes for the client; b'' at the end. Chunks that hold nothing for it are passed over."""
     while (chunk := await response.read_chunk()) is not None:
         if data := relay.feed(chunk):
@@ -395,8 +430,8 @@ def _retry_after(headers: Mapping[bytes, bytes]) -> float | None:
         return 1.0
 
 
-def _answer_headers(job: Job, record: Record) -> list[Header]:
-    headers = [(b"openai-processing-ms", b"%d" % (1000 * (record.first_byte_s or 0.0)))]
+def _answer_headers(job: Job, record: Record, elapsed_s: float) -> list[Header]:
+    headers = [(b"openai-processing-ms", b"%d" % (1000 * elapsed_s))]
     if job.debug and record.decision is not None:
         headers.append(_decision_header(record.decision))
     return headers

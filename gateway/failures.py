@@ -5,11 +5,19 @@ Nothing of a replica's own text is in it, except where the replica refuses the c
 
 from __future__ import annotations
 
-from gateway.openai import ApiError
+from typing import Any, Final
+
+import msgspec
+
+from gateway.api_error import ApiError
+from gateway.openai import GenerationRequest
 from gateway.upstream import ConnectFailed, UpstreamTimeout
 from router import Unroutable
 
-__all__ = ["all_busy", "bad_upstream", "quarantined", "unroutable", "upstream_error"]
+__all__ = ["all_busy", "bad_upstream", "passed_on", "quarantined", "unroutable", "unsupported", "upstream_error"]
+
+_MAX_TOLD_CHARS: Final = 200
+_NO_SUCH_ROUTE: Final = (404, 405, 501)
 
 
 def quarantined(status: int) -> ApiError:
@@ -33,7 +41,8 @@ def upstream_error(error: Exception) -> ApiError:
 
 def unroutable(why: Unroutable, model: str) -> ApiError:
     if why.code == "model_not_found":
-        return ApiError(404, "model_not_found", f"The model '{model}' does not exist.", param="model")
+        told = model[:_MAX_TOLD_CHARS]
+        return ApiError(404, "model_not_found", f"The model '{told}' does not exist.", param="model")
     if why.code == "capacity":
         return all_busy(why.retry_after_s)
     return ApiError(
@@ -45,3 +54,45 @@ def all_busy(retry_after_s: float) -> ApiError:
     return ApiError(
         429, "capacity", "All replicas of this model are busy. Try again later.", retry_after_s=retry_after_s
     )
+
+
+def unsupported(request: GenerationRequest) -> ApiError:
+    return ApiError(
+        404,
+        "unsupported_endpoint",
+        f"The replicas of '{request.model}' do not serve {request.endpoint}.",
+        param="model",
+    )
+
+
+class _Detail(msgspec.Struct):
+    code: Any = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Detail | str | None = None
+    message: Any = None
+    detail: Any = None
+
+
+_refusal_decoder = msgspec.json.Decoder(_Refusal)
+
+
+def passed_on(status: int, body: bytes, request: GenerationRequest) -> tuple[int, bytes]:
+    """A replica's 4xx, which is about the client's request → what the client gets: the same bytes where they are in OpenAI's
+    shape, else its words in it; and one clear answer where the replica lacks the route.
+
+    Raises `msgspec.MsgspecError` when the body is no JSON object.
+    """
+    told = _refusal_decoder.decode(body)
+    status = 400 if status == 422 else status
+    is_ours = isinstance(told.error, _Detail)
+    lacks_route = not is_ours or (isinstance(told.error, _Detail) and told.error.code == "not_found")
+    if status in _NO_SUCH_ROUTE and lacks_route and not request.subpath:
+        refusal = unsupported(request)
+        return refusal.status, refusal.body()
+    if is_ours:
+        return status, body
+    words = next((text for text in (told.message, told.error, told.detail) if isinstance(text, str)), None)
+    refusal = ApiError(status, "refused", words or "The replica refused this request.")
+    return refusal.status, refusal.body()

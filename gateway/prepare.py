@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from gateway.openai import ApiError, GenerationRequest
+from gateway.api_error import ApiError
+from gateway.openai import GenerationRequest
 from router import BlockName, Pool, Query, block_names, chunk_names, root_name
+from router.chat_rules import check_chat
 from router.prompt import Prompter, PromptError, TokenizerFiles, load_prompter
 from router.text_key import BYTES_PER_TOKEN, canonical_text
 from router.wire import encode_ids, pack_ids
@@ -82,7 +84,7 @@ class Preparer:
                 return PreparedPrompt(chunk_names(text, root), len(text) // BYTES_PER_TOKEN + 1, ids=None)
             ids, single = _token_ids(request, prompter)
         except PromptError as error:
-            raise ApiError(400, "invalid_prompt", str(error)) from error
+            raise ApiError(400, error.code, str(error), param=error.param) from error
         packed = pack_ids(ids)
         names = block_names(packed, root, pool.block_size)
         return PreparedPrompt(names, len(ids), ids=encode_ids(packed) if single else None)
@@ -92,6 +94,7 @@ def _token_ids(request: GenerationRequest, prompter: Prompter) -> tuple[Any, boo
     """Ids to route by, and whether they are the whole prompt. A body with several prompts is routed by its first."""
     fields = request.fields()
     if request.is_chat:
+        check_chat(fields)
         return prompter.encode_chat(fields, now=datetime.now(UTC)), True
     prompt = fields["prompt"]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):

@@ -10,7 +10,7 @@ from typing import Any, Final
 from httptools import HttpParserError, parse_url
 from starlette.types import Scope
 
-from gateway.openai import ApiError
+from gateway.api_error import ApiError
 
 __all__ = ["RequestHead", "head_too_large"]
 

@@ -7,6 +7,7 @@ asked for its health. Losing a stream costs hits, never answers: the router fall
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Final, Never
 
 import msgspec
 
+from gateway.model_cards import ModelCard, ModelCards, parse_models
 from gateway.prepare import Prompters
 from gateway.upstream import (
     ConnectFailed,
@@ -52,21 +54,22 @@ class _Mismatch(Exception):
     """The replica is not what its pool needs. Asking again soon will not help."""
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 class Watcher:
     """Starts, owns and ends the tasks. All knowledge goes into the router."""
 
-    def __init__(self, router: Router, upstream: Upstream, prompters: Prompters, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        upstream: Upstream,
+        prompters: Prompters,
+        cards: ModelCards,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
         self._router = router
         self._upstream = upstream
         self._prompters = prompters
+        self._cards = cards
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -80,6 +83,7 @@ class Watcher:
         task = self._tasks.pop(replica_id, None)
         if task is not None:
             task.cancel()
+        self._cards.forget(replica_id)
 
     async def aclose(self) -> None:
         tasks = list(self._tasks.values())
@@ -96,6 +100,7 @@ class Watcher:
         while True:
             try:
                 await self._load_tokenizer(spec)
+                await self._learn_card(replica_id, spec)
                 await self._follow(replica_id, spec, retry)
             except _Mismatch as error:
                 trouble.say(f"does not fit its pool: {error}")
@@ -194,6 +199,8 @@ class Watcher:
             else:
                 healthy = True
                 trouble.over()
+            if not healthy:
+                self._cards.forget(replica_id)  # it may come back with other limits
             self._router.set_health(replica_id, healthy, self._clock())
             await asyncio.sleep(_PROBE_EVERY_S if healthy else _FIRST_RETRY_S * 10)
 
@@ -206,19 +213,30 @@ class Watcher:
         if known and (status := await self._status(spec, "/health")) not in (404, 405):
             if status != 200:
                 raise _Lost(f"/health answered {status}")
+            if replica_id not in self._cards:
+                await self._learn_card(replica_id, self._router.spec(replica_id))
             return
+        listed = await self._list_models(spec)
+        if not known:
+            if not listed:
+                raise _Lost("/v1/models names no model")
+            spec = msgspec.structs.replace(spec, model=listed[0].id)
+            self._router.add(replica_id, spec, self._clock())
+        self._cards.learn(replica_id, self._router.spec(replica_id).model, listed)
+
+    async def _learn_card(self, replica_id: str, spec: ReplicaSpec) -> None:
+        """What its list says of its model; a replica that gives none serves all the same."""
+        with contextlib.suppress(_Lost, UpstreamError, msgspec.MsgspecError):
+            self._cards.learn(replica_id, spec.model, await self._list_models(spec))
+
+    async def _list_models(self, spec: ReplicaSpec) -> list[ModelCard]:
         response = await self._get(spec, "/v1/models")
         try:
             if response.status != 200:
                 raise _Lost(f"/v1/models answered {response.status}")
-            models = msgspec.json.decode(await response.read(_MAX_MODELS_BYTES), type=_Models)
+            return parse_models(await response.read(_MAX_MODELS_BYTES))
         finally:
             await response.aclose()
-        if not known:
-            if not models.data:
-                raise _Lost("/v1/models names no model")
-            named = msgspec.structs.replace(spec, model=models.data[0].id)
-            self._router.add(replica_id, named, self._clock())
 
     async def _status(self, spec: ReplicaSpec, path: str) -> int:
         response = await self._get(spec, path)

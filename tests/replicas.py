@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import httpx
 
@@ -19,6 +20,8 @@ from workers.server import ReplicaApp
 from workers.simulated import SIMULATED_TOKEN_BUDGET, SimulatedRunner, TimeModel, simulated_info
 
 CREDENTIAL = "replica-credential"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,9 @@ async def running(engine: EngineClient, files: TokenizerFiles, *, port: int = 0)
 
 
 @contextmanager
-def in_a_thread(start: Callable[[], AbstractAsyncContextManager[Replica]]) -> Iterator[Replica]:
+def in_a_thread(start: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[T]:
     """Tests have an event loop each; what outlives them needs its own."""
-    ready: Future[Replica] = Future()
+    ready: Future[T] = Future()
     loop = asyncio.new_event_loop()
     done = asyncio.Event()
 

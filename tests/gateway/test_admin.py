@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Message
 from gateway import rest
 from gateway.addresses import Address, Resolve, resolve_host
 from gateway.admin import ENDPOINTS, AdminContext, admin_app
+from gateway.api_error import ApiError
 from gateway.dispatch import Record
 from gateway.keys import KeyRecord, KeyStore
-from gateway.openai import ApiError
 from gateway.registry import Registry
 from gateway.rest import Endpoint, Needs
 from gateway.settings import Settings, load_settings

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from gateway.http1 import Http1Upstream
+from gateway.model_cards import ModelCards
 from gateway.prepare import Prompters
 from gateway.upstream import UpstreamResponse
 from gateway.watch import Watcher
@@ -30,7 +31,7 @@ class Watched:
         self.router = Router()
         self.upstream = Http1Upstream()
         self.prompters = Prompters(executor)
-        self.watcher = Watcher(self.router, self.upstream, self.prompters, clock=time.monotonic)
+        self.watcher = Watcher(self.router, self.upstream, self.prompters, ModelCards(), clock=time.monotonic)
 
     def watch(self, spec: ReplicaSpec, replica_id: str = "r") -> None:
         self.router.add(replica_id, spec, time.monotonic())
