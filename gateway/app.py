@@ -129,8 +129,9 @@ def build_gateway(settings: Settings) -> Gateway:
             limiter=RequestLimiter(settings.limits.requests_per_minute),
             salt_for=keys.salt_for,
         ),
+        cards=cards,
         preparer=preparer,
-        tokenizing=Tokenizing(router, prompters, cards, executor),
+        tokenizing=Tokenizing(prompters, cards, executor),
         homes=homes,
         dispatcher=Dispatcher(
             router,

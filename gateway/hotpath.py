@@ -21,6 +21,7 @@ from gateway.failures import unroutable, unsupported
 from gateway.homes import Home, Homes
 from gateway.keys import KeyRecord, KeyStore
 from gateway.limits import Refused, RequestLimiter, limit_headers
+from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS, Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
@@ -37,6 +38,8 @@ PUBLIC_GROUP: Final = "public"
 """The sharing group, and the tenant, of everyone when the gateway is open."""
 _OWN_WORKERS_LACK: Final = frozenset({"/v1/embeddings", "/v1/responses"})
 _TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
+_LONG_PROMPT_TOKENS: Final = 32 << 10
+"""Shorter ones are refused by the replica as cheaply."""
 _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
 """Of a request that fills no cache: it goes where it waits least."""
 
@@ -57,6 +60,7 @@ class HotPath:
         *,
         router: Router,
         access: Access,
+        cards: ModelCards,
         preparer: Preparer,
         tokenizing: Tokenizing,
         dispatcher: Dispatcher,
@@ -69,6 +73,7 @@ class HotPath:
         self._rest = rest
         self._router = router
         self._access = access
+        self._cards = cards
         self._preparer = preparer
         self._tokenizing = tokenizing
         self._dispatcher = dispatcher
@@ -159,7 +164,21 @@ class HotPath:
         if request.subpath:
             return _NOTHING_TO_COMPUTE
         prompt = await self._preparer.prepare(request, pool, salt)  # which also finds what is wrong with the body
-        return _NOTHING_TO_COMPUTE if request.endpoint in _TOKENIZING else prompt
+        if request.endpoint in _TOKENIZING:
+            return _NOTHING_TO_COMPUTE
+        if prompt.ids is not None and prompt.num_tokens > _LONG_PROMPT_TOKENS:
+            self._require_room(request, prompt.num_tokens)
+        return prompt
+
+    def _require_room(self, request: GenerationRequest, num_tokens: int) -> None:
+        """A prompt that fits into no replica is refused here: to route and send it would cost more than to look."""
+        longest = self._cards.longest(request.model)
+        if longest is not None and num_tokens >= longest:
+            param = "messages" if request.is_chat else "prompt"
+            message = (
+                f"The context has {longest} tokens; the prompt takes {num_tokens}, which leaves none for an answer."
+            )
+            raise ApiError(400, "context_length_exceeded", message, param=param)
 
     def _spend(self, key: KeyRecord, reply: Reply) -> None:
         verdict = self._access.limiter.try_acquire(key.id, key.requests_per_minute, self._clock())

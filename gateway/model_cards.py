@@ -36,7 +36,7 @@ def parse_models(answer: bytes) -> list[ModelCard]:
 
 
 class ModelCards:
-    """The cards of all replicas, each of the model that it is registered with."""
+    """The cards of all replicas that are watched, each of the model that it is registered with."""
 
     def __init__(self) -> None:
         self._cards: dict[str, ModelCard] = {}  # by replica
@@ -53,15 +53,17 @@ class ModelCards:
     def __contains__(self, replica_id: str) -> bool:
         return replica_id in self._cards
 
-    def max_model_len(self, replica_ids: Iterable[str]) -> int | None:
-        """What each of these replicas takes; None when none told."""
-        cards = map(self._cards.get, replica_ids)
-        return min((card.max_model_len for card in cards if card and card.max_model_len), default=None)
+    def max_model_len(self, model: str) -> int | None:
+        """What every replica of the model takes; None when none told."""
+        return min(self._lengths(model), default=None)
 
-    def entry(self, model: str, created: float, replica_ids: Iterable[str]) -> dict[str, Any]:
+    def longest(self, model: str) -> int | None:
+        """What the replica with the most room takes; None when none told."""
+        return max(self._lengths(model), default=None)
+
+    def entry(self, model: str, created: float) -> dict[str, Any]:
         """The model as ``/v1/models`` shows it."""
-        ids = list(replica_ids)
-        told = next((self._cards[each] for each in ids if each in self._cards), ModelCard(model))
+        told = next((card for card in self._cards.values() if card.id == model), ModelCard(model))
         return {
             "id": model,
             "object": "model",
@@ -69,5 +71,8 @@ class ModelCards:
             "owned_by": "warmpath",
             "root": told.root or model,
             "parent": told.parent,
-            "max_model_len": self.max_model_len(ids),
+            "max_model_len": self.max_model_len(model),
         }
+
+    def _lengths(self, model: str) -> list[int]:
+        return [card.max_model_len for card in self._cards.values() if card.id == model and card.max_model_len]

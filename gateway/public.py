@@ -31,8 +31,7 @@ def public_app(
     """`keys`: None when the gateway is open. `unix_time`: of a time on the router's clock."""
 
     def entry(pool: Pool) -> dict[str, Any]:
-        replicas = [replica.id for replica in router.replicas() if replica.spec.model == pool.model]
-        return cards.entry(pool.model, unix_time(pool.created), replicas)
+        return cards.entry(pool.model, unix_time(pool.created))
 
     async def list_models(request: Request) -> Response:
         authenticate(keys, request.scope)

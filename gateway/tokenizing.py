@@ -17,7 +17,7 @@ from gateway.api_error import ApiError
 from gateway.model_cards import ModelCards
 from gateway.openai import GenerationRequest
 from gateway.prepare import Prompters
-from router import Pool, Router
+from router import Pool
 from router.chat_rules import check_chat
 from router.prompt import Prompter, PromptError
 
@@ -25,8 +25,7 @@ __all__ = ["Tokenizing"]
 
 
 class Tokenizing:
-    def __init__(self, router: Router, prompters: Prompters, cards: ModelCards, executor: Executor) -> None:
-        self._router = router
+    def __init__(self, prompters: Prompters, cards: ModelCards, executor: Executor) -> None:
         self._prompters = prompters
         self._cards = cards
         self._executor = executor
@@ -39,8 +38,7 @@ class Tokenizing:
         loop = asyncio.get_running_loop()
         if request.endpoint == "/detokenize":
             return await loop.run_in_executor(self._executor, _detokenize, request, prompter)
-        replicas = [replica.id for replica in self._router.replicas() if replica.spec.model == pool.model]
-        max_model_len = self._cards.max_model_len(replicas)
+        max_model_len = self._cards.max_model_len(pool.model)
         return await loop.run_in_executor(self._executor, _tokenize, request, prompter, max_model_len)
 
 

@@ -1,8 +1,8 @@
 """What clients should not send, against a whole system: a gateway and a simulated worker, each in a thread of its own.
 
-Whatever it is, the answer is a 4xx in OpenAI's shape, never a 5xx, and no step of the gateway's event loop computes for longer
-than `_MAX_HOLD_S`. That is measured in CPU time of its thread, which does not depend on what else the machine does. The HTTP half
-of the matrix is in test_listener.py.
+Whatever it is, the answer is a 4xx in OpenAI's shape, never a 5xx, and no step of the gateway's event loop computes for
+longer than `_MAX_HOLD_S`. That is measured in CPU time of its thread, which does not depend on what else the machine does.
+The HTTP half of the matrix is in test_listener.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 
-from tests.gateway.stub import Running, gateway
+from tests.gateway.stub import MODEL, Running, gateway, says, stub
 from tests.replicas import Replica, in_a_thread, start_simulated
 
 _MAX_HOLD_S: Final = 0.1
@@ -32,17 +32,17 @@ TEXT = "/v1/completions"
 
 
 class LoopHolds:
-    """The longest that one step of a thread's event loop computed."""
+    """The longest that one step of the watched threads' event loops computed."""
 
     def __init__(self) -> None:
-        self.thread = 0
+        self.threads: set[int] = set()
         self.longest_s = 0.0
 
     def watch(self, run: Callable[[asyncio.Handle], None]) -> Callable[[asyncio.Handle], None]:
         """`run`: `asyncio.Handle._run`, which an event loop calls for every step."""
 
         def watched(handle: asyncio.Handle) -> None:
-            if threading.get_ident() != self.thread:
+            if threading.get_ident() not in self.threads:
                 run(handle)
                 return
             began = time.thread_time()
@@ -70,17 +70,32 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     with (
         pytest.MonkeyPatch.context() as patch,
         in_a_thread(start_simulated) as replica,
-        in_a_thread(lambda: gateway_before(replica, tmp_path_factory.mktemp("state"), holds)) as running,
+        in_a_thread(lambda: gateway_before(own(replica), tmp_path_factory.mktemp("state"), holds)) as running,
     ):
         patch.setattr(asyncio.Handle, "_run", holds.watch(asyncio.Handle._run))
         with httpx.Client(base_url=str(running.client.base_url), timeout=60, trust_env=False) as client:
             yield System(client, running.key, replica.model, holds)
 
 
+def own(replica: Replica) -> dict[str, Any]:
+    return {"url": replica.base_url, "model": replica.model, "kind": "warmpath", "credential": replica.credential}
+
+
+@pytest.fixture(scope="module")
+def foreign_system(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """The same before a replica of another kind, which takes everything."""
+    holds = system.holds
+    with (
+        in_a_thread(lambda: stub(says("hi"))) as replica,
+        in_a_thread(lambda: gateway_before({"url": replica.url}, tmp_path_factory.mktemp("state"), holds)) as running,
+        httpx.Client(base_url=str(running.client.base_url), timeout=60, trust_env=False) as client,
+    ):
+        yield System(client, running.key, MODEL, holds)
+
+
 @contextlib.asynccontextmanager
-async def gateway_before(replica: Replica, state_dir: Path, holds: LoopHolds) -> AsyncIterator[Running]:
-    holds.thread = threading.get_ident()
-    settings = {"url": replica.base_url, "model": replica.model, "kind": "warmpath", "credential": replica.credential}
+async def gateway_before(settings: dict[str, Any], state_dir: Path, holds: LoopHolds) -> AsyncIterator[Running]:
+    holds.threads.add(threading.get_ident())
     async with gateway(state_dir, replicas=[settings]) as running:
         yield running
 
@@ -419,3 +434,48 @@ def test_the_official_client_is_told_what_is_wrong(system: System, changed: dict
 
     assert caught.value.param == param
     assert caught.value.request_id
+
+
+FOR_OTHERS_TO_JUDGE: dict[str, tuple[str, bytes]] = {
+    "image": (CHAT, parts({"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}})),
+    "audio": (CHAT, parts({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}})),
+    "n of 10^9": (CHAT, fields(n=10**9)),
+    "unknown role": (CHAT, messages({"role": "root", "content": "x"})),
+    "fields of other engines": (CHAT, fields(guided_json={"type": "object"}, priority=3, min_p=0.1)),
+    "4 MB of text": (CHAT, messages({"role": "user", "content": "x" * ((4 << 20) - 200)})),
+    "4 MB of quotes": (CHAT, messages({"role": "user", "content": '"' * 2_000_000})),
+    "2,000 messages": (CHAT, messages(*[{"role": "user", "content": "x" * 1500}] * 2000)),
+    "90,000 ids": (TEXT, fields(messages=..., prompt=[1] * 90_000)),
+    "2,048 embeddings": ("/v1/embeddings", fields(messages=..., input=["x" * 1500] * 2048)),
+    "90,000 ids to embed": ("/v1/embeddings", fields(messages=..., input=[1] * 90_000)),
+    "4 MB of response": ("/v1/responses", fields(messages=..., input="x" * ((4 << 20) - 200), instructions="y")),
+    "tokens of 4 MB": ("/tokenize", fields(messages=..., prompt="x" * ((4 << 20) - 200))),
+}
+
+
+@pytest.mark.parametrize("name", FOR_OTHERS_TO_JUDGE)
+def test_what_only_the_replica_can_judge_passes(foreign_system: System, name: str) -> None:
+    path, body = FOR_OTHERS_TO_JUDGE[name]
+
+    answer = foreign_system.post(path, with_model(body, foreign_system.model))
+
+    assert answer.status_code == 200, answer.text[:300]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        (CHAT, inside(filled(b"{}", b"[%b]")), "invalid_json"),
+        (CHAT, messages(*[{}] * 2049), "invalid_value"),
+        (CHAT, parts(*["x"] * 2049), "invalid_value"),
+        ("/v1/embeddings", fields(messages=..., input=["x"] * 2049), "invalid_value"),
+        ("/v1/embeddings", fields(messages=..., input="x")[:-1] + b',"input":"y"}', "duplicate_key"),
+        ("/v1/responses", fields(messages=..., input=[{}] * 2049), "invalid_value"),
+        ("/v1/responses", fields(messages=..., input="x", warmpath={}), "unknown_parameter"),
+        ("/tokenize", fields(messages=..., prompt="\x00")[:-1] + b',"x":NaN}', "invalid_json"),
+    ],
+)
+def test_what_costs_the_gateway_itself_or_fools_it_does_not(
+    foreign_system: System, path: str, body: bytes, code: str
+) -> None:
+    assert_refused(foreign_system.post(path, with_model(body, foreign_system.model)), 400, code)

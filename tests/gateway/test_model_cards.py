@@ -11,7 +11,8 @@ def test_a_pool_shows_what_holds_for_all_its_replicas() -> None:
     cards.learn("r1", "base", parse_models(LISTED))
     cards.learn("r2", "base", parse_models(LISTED.replace(b"8192", b"2048")))
 
-    assert cards.entry("base", 7.9, ["r1", "r2", "unknown"]) == {
+    assert cards.longest("base") == 8192
+    assert cards.entry("base", 7.9) == {
         "id": "base",
         "object": "model",
         "created": 7,
@@ -26,7 +27,7 @@ def test_an_adapter_names_its_base() -> None:
     cards = ModelCards()
     cards.learn("r", "lora", parse_models(LISTED))
 
-    entry = cards.entry("lora", 0, ["r"])
+    entry = cards.entry("lora", 0)
 
     assert (entry["root"], entry["parent"], entry["max_model_len"]) == ("/adapters/x", "base", 4096)
 
@@ -38,6 +39,6 @@ def test_what_was_not_told_is_null() -> None:
     cards.learn("gone", "base", parse_models(LISTED))
     cards.forget("gone")
 
-    assert cards.max_model_len(["bare", "other", "gone"]) is None
+    assert [cards.max_model_len(model) for model in ("bare", "not-listed", "base")] == [None] * 3
     assert "other" not in cards
-    assert cards.entry("bare", 0, ["bare"])["root"] == "bare"
+    assert cards.entry("bare", 0)["root"] == "bare"
