@@ -32,6 +32,14 @@ __all__ = ["Connection", "Hub", "ListenerLimits"]
 _LINGER_S: Final = 2.0
 """How long what a refused client still sends is thrown away: closing at once would make its kernel drop our answer unread."""
 
+_PIECE_BYTES: Final = 4 << 10
+"""Of what the parser gets at once where chunks may come: so much without a byte of body is no framing, but what nobody needs
+(a chunk's extension may be of any length, and the parser keeps silent about it)."""
+
+_SMALL_CHUNK_BYTES: Final = 16
+_MAX_SMALL_CHUNKS: Final = 1024
+"""A chunk costs as much time as a kilobyte, however little is in it. So many may be smaller than that."""
+
 _NO_HEAD: Final = RequestHead()
 _NO_HEAD.complete = True
 
@@ -99,6 +107,8 @@ class Connection(asyncio.Protocol):
         self._upgrading = False
         self._receiving: Cycle | None = None
         self._body_bytes = 0
+        self._num_chunks = 0
+        self._unaccounted_bytes = 0
         # Those that have arrived.
         self._current: Cycle | None = None
         self._pipelined: deque[Cycle] = deque()
@@ -202,6 +212,15 @@ class Connection(asyncio.Protocol):
     # --- the parser
 
     def _feed(self, data: bytes) -> None:
+        start = 0
+        while start < len(data):
+            is_plain = self._receiving is not None and not self._head.is_chunked
+            end = len(data) if is_plain else start + _PIECE_BYTES
+            self._parse(data[start:end])
+            start = end
+
+    def _parse(self, data: bytes) -> None:
+        self._unaccounted_bytes += len(data)
         num_bytes, head = len(data), self._head
         while True:
             try:
@@ -214,6 +233,8 @@ class Connection(asyncio.Protocol):
                 break
         if head is self._head and not head.complete:
             head.add_raw(num_bytes)
+        elif self._head.is_chunked and self._unaccounted_bytes > 2 * _PIECE_BYTES:
+            raise _invalid_http()
 
     def on_message_begin(self) -> None:
         if len(self._pipelined) >= self._limits.max_pipelined:
@@ -226,6 +247,7 @@ class Connection(asyncio.Protocol):
         self._head.add_target(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._unaccounted_bytes = 0
         self._head.add_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -242,13 +264,21 @@ class Connection(asyncio.Protocol):
             expects_continue=self._head.expects_continue,
         )
         self._body_bytes = 0
+        self._num_chunks = 0
         if self._current is None:
             self._wait_for(_Stage.BODY)
             self._start(cycle)
         else:
             self._pipelined.append(cycle)
 
+    def on_chunk_header(self) -> None:
+        self._unaccounted_bytes = 0
+        self._num_chunks += 1
+        if self._num_chunks > _MAX_SMALL_CHUNKS + self._body_bytes // _SMALL_CHUNK_BYTES:
+            raise ApiError(400, "chunks_too_small", "The request's body comes in too many small chunks.")
+
     def on_body(self, data: bytes) -> None:
+        self._unaccounted_bytes = 0
         cycle = self._receiving
         if cycle is None:
             return

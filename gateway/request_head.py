@@ -30,13 +30,14 @@ _ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
 class RequestHead:
     """All methods raise `ApiError` for what no app should see."""
 
-    __slots__ = ("_num_bytes", "_raw_bytes", "_target", "complete", "expects_continue", "headers")
+    __slots__ = ("_num_bytes", "_raw_bytes", "_target", "complete", "expects_continue", "headers", "is_chunked")
 
     def __init__(self) -> None:
         self.headers: list[tuple[bytes, bytes]] = []
         self.complete = False
         """Whether the headers have all arrived; what comes then are trailers."""
         self.expects_continue = False
+        self.is_chunked = False
         self._target = b""
         self._num_bytes = 0
         self._raw_bytes = 0
@@ -69,6 +70,7 @@ class RequestHead:
             raise ApiError(505, "http_version", "HTTP/1.1 is spoken here.")
         self.complete = True
         self._check_host(version)
+        self._check_encoding(version)
         expects = [value.lower() for name, value in self.headers if name == b"expect"]
         if expects not in ([], [b"100-continue"]):
             raise ApiError(417, "expectation_failed", "Only 'expect: 100-continue' is understood.")
@@ -91,6 +93,13 @@ class RequestHead:
             raise ApiError(400, "invalid_host", "A request has one Host header.")
         if hosts and not _HOST.fullmatch(hosts[0]):
             raise ApiError(400, "invalid_host", "The Host header is no host.")
+
+    def _check_encoding(self, version: str) -> None:
+        """The parser takes any list that ends in chunked, and takes it of HTTP/1.0; a proxy before us may read it otherwise."""
+        encodings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if encodings and (encodings != [b"chunked"] or version == "1.0"):
+            raise ApiError(400, "invalid_http", "Transfer-Encoding is chunked, once, or absent.")
+        self.is_chunked = bool(encodings)
 
     def without_upgrade(self, method: bytes) -> bytes:
         """The same request without its offer to speak another protocol: a server that ignores the offer answers it as it is."""

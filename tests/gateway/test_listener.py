@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -144,6 +145,13 @@ BAD_FRAMING: dict[str, bytes] = {
     "length with underscore": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1_0\r\n\r\nhello",
     "length as a list": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5, 5\r\n\r\nhello",
     "transfer encoding not chunked": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "several transfer encodings": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "chunked twice": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    "identity": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: identity\r\n\r\n",
+    "chunks of HTTP/1.0": b"POST / HTTP/1.0\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "negative length": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\nhello",
+    "empty length": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: \r\n\r\nhello",
+    "length of 70 bits": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1180591620717411303424\r\n\r\nhello",
     "space before colon": b"GET / HTTP/1.1\r\nHost : x\r\n\r\n",
     "bare LF": b"GET / HTTP/1.1\nHost: x\n\n",
     "bare CR": b"GET / HTTP/1.1\r\nHost: x\rA: b\r\n\r\n",
@@ -151,6 +159,15 @@ BAD_FRAMING: dict[str, bytes] = {
     "NUL in a value": b"GET / HTTP/1.1\r\nHost: x\r\nA: b\0c\r\n\r\n",
     "chunk size too large": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
     "chunk without end": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabcd\r\n0\r\n\r\n",
+    "signed chunk size": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n+3\r\nabc\r\n0\r\n\r\n",
+    "chunk size of another base": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0x3\r\nabc\r\n0\r\n\r\n",
+    "bare LF behind a chunk's size": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\nabc\r\n0\r\n\r\n",
+    "chunk extension of 20 KB": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3;a=%b\r\nabc\r\n0\r\n\r\n"
+    % (b"b" * 20_000),
+    "header without a name": b"GET / HTTP/1.1\r\nHost: x\r\n: b\r\n\r\n",
+    "header name of other bytes": b"GET / HTTP/1.1\r\nHost: x\r\n\xff: b\r\n\r\n",
+    "target of other bytes": b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    "target without a slash": b"GET x HTTP/1.1\r\nHost: x\r\n\r\n",
     "version 3.7": b"GET / HTTP/3.7\r\nHost: x\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     "no method": b"G@T / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -197,6 +214,33 @@ async def test_what_no_app_should_see_is_refused(server: Server, request_: bytes
 
     assert "/behind" not in server.app.paths
     assert server.listener.refused[code] == before + 1
+
+
+CHUNKED = b"POST /ok HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def test_what_hides_between_chunks_is_counted_however_it_comes() -> None:
+    async with listening() as server:
+        small = await server.say(CHUNKED + b"8;a=b\r\nxxxxxxxx\r\n" * 1000 + b"0\r\n\r\n")
+        dripped = await server.say(CHUNKED + b"3;a=", *[b"b" * 500] * 40, b"\r\nabc\r\n0\r\n\r\n")
+        late = await server.say(CHUNKED + b"3\r\nabc\r\n", b"0;a=" + b"b" * 100_000 + b"\r\n\r\n" + BEHIND)
+
+    assert small.endswith(b"/ok:" + b"x" * 8000)
+    assert_refused(dripped, 400, "invalid_http")
+    assert_refused(late, 400, "invalid_http")
+    assert "/behind" not in server.app.paths
+
+
+async def test_a_body_in_crumbs_is_refused_before_it_costs_much() -> None:
+    async with listening() as server:
+        began = time.thread_time()
+        crumbs = await server.say(CHUNKED + b"1\r\nx\r\n" * 40_000 + b"0\r\n\r\n")
+        cost_s = time.thread_time() - began
+        pieces = await server.say(CHUNKED + b"40\r\n%b\r\n" % (b"x" * 64) * 5000 + b"0\r\n\r\n")
+
+    assert_refused(crumbs, 400, "chunks_too_small")
+    assert cost_s < 0.1
+    assert pieces.endswith(b"x" * 64)
 
 
 async def test_headers_up_to_the_limits_pass() -> None:
