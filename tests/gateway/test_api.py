@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -430,3 +431,66 @@ async def test_a_request_id_that_is_not_sane_is_never_sent_back(tmp_path: Path) 
                 answer = await running.client.get(path, headers=[(b"x-request-id", sent.encode())])
 
                 assert re.fullmatch(r"req-[0-9a-f]{24}", answer.headers["x-request-id"]), (sent, path)
+
+
+async def test_bodies_that_are_not_plain_json_are_refused_unread(tmp_path: Path) -> None:
+    refused = {
+        (): (415, "unsupported_media_type"),
+        (("content-type", "text/plain"),): (415, "unsupported_media_type"),
+        (("content-type", "multipart/form-data; boundary=x"),): (415, "unsupported_media_type"),
+        (("content-type", "application/jsonp"),): (415, "unsupported_media_type"),
+        (("content-type", "application/json"), ("content-encoding", "gzip")): (415, "unsupported_encoding"),
+        (("content-type", "application/json"), ("content-encoding", "br, identity")): (415, "unsupported_encoding"),
+        (("content-type", "application/json"), ("content-type", "text/plain")): (400, "duplicate_header"),
+    }
+    async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
+        for path in ("/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/tokenize"):
+            for headers, expected in refused.items():
+                sent = [*headers, *running.auth.items()]
+                assert code_of(await running.client.post(path, content=b"\x1f\x8b", headers=sent)) == expected, headers
+        assert replica.seen == []
+
+
+async def test_a_body_over_the_limit_is_refused_by_its_length_and_by_its_bytes(tmp_path: Path) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b" " * 1024
+
+    headers = {"content-type": "application/json"}
+    settings = {"server": {"max_body_bytes": 4096}}
+    async with stub(says("hi")) as replica, gateway(tmp_path, replica, **settings) as running:
+        for content in (b" " * 5000, pieces()):
+            answer = await running.client.post("/v1/responses", content=content, headers=headers | running.auth)
+            assert code_of(answer) == (413, "request_too_large")
+
+
+async def test_a_replica_sees_of_a_clients_headers_only_what_it_needs(tmp_path: Path) -> None:
+    sent = {
+        "x-forwarded-for": "1.2.3.4",
+        "x-forwarded-host": "evil",
+        "forwarded": "for=1",
+        "cookie": "a=b",
+        "te": "trailers",
+        "proxy-authorization": "Basic x",
+        "x-openwebui-user-id": "u",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    }
+    async with stub(gives(EMBEDDINGS)) as replica, gateway(tmp_path, replica) as running:
+        body = {"model": MODEL, "input": "x"}
+        await running.client.post("/v1/embeddings", json=body, headers={**sent, **running.auth})
+
+        assert replica.seen[0].headers.keys() == {
+            *("host", "content-type", "content-length", "accept-encoding", "x-request-id", "traceparent")
+        }
+
+
+async def test_content_for_other_models_passes_to_replicas_that_may_take_it(tmp_path: Path) -> None:
+    content = [
+        {"type": "text", "text": "what is this?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    ]
+    async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
+        answer = await post(running, "/v1/chat/completions", messages=[{"role": "user", "content": content}])
+
+        assert answer.status_code == 200
+        assert replica.seen[0].json["messages"][0]["content"] == content

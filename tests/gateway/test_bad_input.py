@@ -267,6 +267,7 @@ BAD_FIELDS: dict[str, tuple[bytes, str | None]] = {
     "presence_penalty 99": (fields(presence_penalty=99), "presence_penalty"),
     "frequency_penalty -99": (fields(frequency_penalty=-99), "frequency_penalty"),
     "seed of 70 bits": (fields(seed=2**70), "seed"),
+    "seed of 5,000 digits": (fields()[:-1] + b',"seed":%b}' % (b"9" * 5000), None),
     "1,000 stops": (fields(stop=["a"] * 1000), "stop"),
     "empty stop": (fields(stop=""), "stop"),
     "stop of 1 MB": (fields(stop="a" * (1 << 20)), "stop"),
