@@ -17,7 +17,6 @@ from router import Unroutable
 __all__ = ["all_busy", "bad_upstream", "passed_on", "quarantined", "unroutable", "unsupported", "upstream_error"]
 
 _MAX_TOLD_CHARS: Final = 200
-_NO_SUCH_ROUTE: Final = (404, 405, 501)
 
 
 def quarantined(status: int) -> ApiError:
@@ -79,8 +78,8 @@ _refusal_decoder = msgspec.json.Decoder(_Refusal)
 
 
 def passed_on(status: int, body: bytes, request: GenerationRequest) -> tuple[int, bytes]:
-    """A replica's 4xx, which is about the client's request → what the client gets: the same bytes where they are in OpenAI's
-    shape, else its words in it; and one clear answer where the replica lacks the route.
+    """A replica's 4xx or 501, which is about the client's request → what the client gets: the same bytes where they are in
+    OpenAI's shape, else its words in it; and one clear answer where the replica lacks the route.
 
     Raises `msgspec.MsgspecError` when the body is no JSON object.
     """
@@ -88,7 +87,7 @@ def passed_on(status: int, body: bytes, request: GenerationRequest) -> tuple[int
     status = 400 if status == 422 else status
     is_ours = isinstance(told.error, _Detail)
     lacks_route = not is_ours or (isinstance(told.error, _Detail) and told.error.code == "not_found")
-    if status in _NO_SUCH_ROUTE and lacks_route and not request.subpath:
+    if status == 501 or (status in (404, 405) and lacks_route and not request.subpath):
         refusal = unsupported(request)
         return refusal.status, refusal.body()
     if is_ours:
