@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from gateway.openai import ApiError, Endpoint, GenerationRequest, parse_request
+from gateway.api_error import ApiError
+from gateway.openai import Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer, Prompters
 from router import Pool, block_names, root_name
 from router.prompt import TokenizerFiles, load_prompter
