@@ -20,6 +20,7 @@ from router.wire import unpack_ids
 from workers.block_pool import BlockPool
 from workers.ending import ending
 from workers.protocol import EngineInfo, FinishReason, Output, Sampling, StepReport, Submit
+from workers.refusal import refusal
 from workers.scheduler import Scheduler, Slice
 from workers.sequence import Seq
 
@@ -125,17 +126,17 @@ class Engine:
 
     def submit(self, submit: Submit) -> None:
         assert submit.rid not in self._seqs, "a rid is used once"
-        ids = unpack_ids(submit.prompt)
-        refusal = self._refusal(ids)
-        if refusal is not None:
-            self._outputs.append(Output(rid=submit.rid, ids=[], finish_reason="rejected", message=refusal))
+        prompt, resumed = unpack_ids(submit.prompt), unpack_ids(submit.resume)
+        why_not = refusal(prompt, resumed, submit.sampling, self.info, self._max_len)
+        if why_not is not None:
+            self._outputs.append(Output(rid=submit.rid, ids=[], finish_reason="rejected", message=why_not))
             return
         self._num_submitted += 1
         seq = Seq(
             rid=submit.rid,
             root=self._pool.root(submit.salt),
-            ids=ids,
-            prompt_len=len(ids),
+            ids=prompt + resumed,
+            prompt_len=len(prompt),
             sampling=submit.sampling,
             order=(submit.priority, self._num_submitted),
         )
@@ -183,18 +184,6 @@ class Engine:
             generated_tokens_total=self._num_generated,
             preemptions_total=scheduler.num_preemptions,
         )
-
-    def _refusal(self, ids: Sequence[int]) -> str | None:
-        """Why a prompt can never run here. The HTTP side has checked before; this keeps a slip from ending the engine."""
-        if not ids:
-            return "the prompt has no tokens"
-        if len(ids) >= self.info.max_model_len:
-            return f"a prompt of {len(ids)} tokens leaves no room to answer in a context of {self.info.max_model_len}"
-        if len(ids) >= self._max_len:
-            return f"a prompt of {len(ids)} tokens and its answer do not fit into {self._max_len} tokens of KV memory"
-        if max(ids) >= self.info.vocab_size:
-            return f"token id {max(ids)} is outside the vocabulary of {self.info.vocab_size}"
-        return None
 
     def _run(self, slices: list[Slice]) -> None:
         batch = [self._row(piece) for piece in slices]

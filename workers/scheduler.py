@@ -156,9 +156,12 @@ class Scheduler:
 
     def _wanted_key(self, seq: Seq, matched: list[Block]) -> BlockKey | None:
         """Of the first block that the cache could give, but has not."""
-        if len(matched) == matchable_blocks(len(seq.ids), self._block_size):
+        if len(matched) == self._num_matchable(len(seq.ids)):
             return None
         return seq.block_key(len(matched), matched[-1] if matched else seq.root, self._block_size)
+
+    def _num_matchable(self, num_tokens: int) -> int:
+        return matchable_blocks(num_tokens, self._block_size)
 
     def _try_start(self, seq: Seq, matched: list[Block]) -> bool:
         """Take what is cached and blocks for the rest and one id more, or nothing."""
@@ -173,9 +176,10 @@ class Scheduler:
         seq.num_computed = len(matched) * self._block_size
         seq.prefill_end = len(seq.ids)
         if seq.cached_tokens is None:
-            seq.cached_tokens = seq.num_computed
+            # Of a resumed one the cache may give more than the prompt; what is told is what the prompt alone would have got.
+            seq.cached_tokens = min(seq.num_computed, self._block_size * self._num_matchable(seq.prompt_len))
             self.num_prompt_tokens += seq.prompt_len
-            self.num_cached_tokens += seq.num_computed
+            self.num_cached_tokens += seq.cached_tokens
         insort(self._running, seq, key=lambda other: other.order)
         return True
 

@@ -62,6 +62,7 @@ def make_submit(
     priority: int = 0,
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
+    resume: Sequence[int] = (),
 ) -> Submit:
     return Submit(
         rid=rid,
@@ -69,6 +70,7 @@ def make_submit(
         prompt=pack_ids(prompt),
         salt=salt,
         priority=priority,
+        resume=pack_ids(resume),
         sampling=Sampling(max_tokens=max_tokens, seed=seed, stop_token_ids=list(stop_token_ids), ignore_eos=ignore_eos),
     )
 
