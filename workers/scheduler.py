@@ -156,12 +156,9 @@ class Scheduler:
 
     def _wanted_key(self, seq: Seq, matched: list[Block]) -> BlockKey | None:
         """Of the first block that the cache could give, but has not."""
-        if len(matched) == self._num_matchable(len(seq.ids)):
+        if len(matched) == seq.num_readable // self._block_size:
             return None
         return seq.block_key(len(matched), matched[-1] if matched else seq.root, self._block_size)
-
-    def _num_matchable(self, num_tokens: int) -> int:
-        return matchable_blocks(num_tokens, self._block_size)
 
     def _try_start(self, seq: Seq, matched: list[Block]) -> bool:
         """Take what is cached and blocks for the rest and one id more, or nothing."""
@@ -177,7 +174,8 @@ class Scheduler:
         seq.prefill_end = len(seq.ids)
         if seq.cached_tokens is None:
             # Of a resumed one the cache may give more than the prompt; what is told is what the prompt alone would have got.
-            seq.cached_tokens = min(seq.num_computed, self._block_size * self._num_matchable(seq.prompt_len))
+            most = matchable_blocks(seq.prompt_len, self._block_size) * self._block_size
+            seq.cached_tokens = min(seq.num_computed, most)
             self.num_prompt_tokens += seq.prompt_len
             self.num_cached_tokens += seq.cached_tokens
         insort(self._running, seq, key=lambda other: other.order)
@@ -193,5 +191,5 @@ class Scheduler:
         insort(self._waiting, seq, key=lambda other: other.order)
 
     def _match(self, seq: Seq) -> list[Block]:
-        """What the cache holds of its ids but the last, which must run to give logits."""
-        return self._pool.match(seq.root, seq.packed(0, len(seq.ids) - 1))
+        """What the cache holds of the ids that may be read from it."""
+        return self._pool.match(seq.root, seq.packed(0, seq.num_readable))
