@@ -151,7 +151,7 @@ def _prompt_logprob(token: int, position: int, num_top: int) -> TokenLogprob:
 
 
 def _uniform(ids: Collection[int], num_top: int) -> TokenLogprob:
-    logprob = -math.log(len(ids))
+    logprob = math.log(1 / len(ids))
     return TokenLogprob(logprob, [(token, logprob) for token in sorted(ids)[:num_top]] if num_top else [])
 
 

@@ -108,7 +108,7 @@ def test_bits_of_the_gate_do_not_depend_on_threads_and_rows(name: str, use_threa
 @needs_int8
 def test_ids_that_the_tokenizer_does_not_know_get_no_logits_and_the_others_the_same() -> None:
     weights = weights_of(make_hf("llama tied"))
-    whole, cut = (Decoder(weights, "int8", 64, num_tokens) for num_tokens in (None, VOCAB - 5))
+    whole, cut = (Decoder(weights, "int8", 64, num_tokens) for num_tokens in (VOCAB, VOCAB - 5))
     hidden = torch.randn(5, 64)
 
     assert torch.equal(cut.logits(hidden), whole.logits(hidden)[:, : VOCAB - 5])
