@@ -20,6 +20,7 @@ from router.blocks import root_name
 from router.wire import unpack_ids
 from workers.block_pool import BlockPool
 from workers.ending import ending
+from workers.grammar_queue import BUILD_LOOK_S, Compiler, GrammarError, GrammarQueue
 from workers.protocol import EngineInfo, FinishReason, Output, Sampling, StepReport, Submit, TokenLogprob
 from workers.refusal import refusal
 from workers.scheduler import Scheduler, Slice
@@ -97,10 +98,14 @@ class Engine:
         runner: Runner,
         *,
         info: EngineInfo | None = None,
+        grammars: Compiler | None = None,
         token_budget: int = DEFAULT_TOKEN_BUDGET,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`info` is the runner's unless it is served under another name, which then is in the names of its blocks."""
+        """`info` is the runner's unless it is served under another name, which then is in the names of its blocks.
+
+        `grammars`: without it, requests that come with a grammar are rejected.
+        """
         self.info = info or runner.info
         self.clock = clock
         self.failed: str | None = None
@@ -117,6 +122,7 @@ class Engine:
         self._max_len = min(self.info.max_model_len, self.info.num_blocks * self.info.block_size)
         self._rates = _Rates(least_prefill_tokens=token_budget // 4)
         self._seqs: dict[int, Seq] = {}
+        self._grammars = GrammarQueue(grammars)
         self._num_submitted = 0
         self._num_generated = 0
         self._failures = 0
@@ -152,8 +158,11 @@ class Engine:
         assert submit.rid not in self._seqs, "a rid is used once"
         prompt, resumed = unpack_ids(submit.prompt), unpack_ids(submit.resume)
         why_not = refusal(prompt, resumed, submit.sampling, self.info, self._max_len)
+        grammar = submit.sampling.grammar
+        if grammar is not None and not self._grammars.available:
+            why_not = "this replica cannot hold an answer to a grammar"
         if why_not is not None:
-            self._outputs.append(Output(rid=submit.rid, ids=[], finish_reason="rejected", message=why_not))
+            self._reject(submit.rid, why_not)
             return
         self._num_submitted += 1
         seq = Seq(
@@ -165,21 +174,36 @@ class Engine:
             order=(submit.priority, self._num_submitted),
         )
         self._seqs[seq.rid] = seq
-        self._scheduler.add(seq)
+        if grammar is None:
+            self._scheduler.add(seq)
+        else:
+            self._grammars.add(seq, grammar)
         self._admitted.append(submit.request_id)
 
     def abort(self, rid: int) -> None:
         """Forget a request. One that has ended meanwhile, or never was, is no error: the two may cross on their way."""
-        seq = self._seqs.pop(rid, None)
+        seq = self._seqs.get(rid)
         if seq is not None:
-            self._scheduler.remove(seq)
+            self._forget(seq)
 
     def has_work(self) -> bool:
         """Whether `step` would do or tell something."""
         return self._scheduler.has_work() or bool(self._outputs)
 
+    def idle_s(self, most_s: float) -> float:
+        """How long to wait for something else before the next `step`, at most so long."""
+        if self.has_work():
+            return 0.0
+        return min(most_s, BUILD_LOOK_S) if self._grammars else most_s
+
     def step(self) -> StepReport:
         """Run what is due, if anything. Afterwards look at `failed`."""
+        for seq, error in self._grammars.take():
+            if error is None:
+                self._scheduler.add(seq)
+            else:
+                del self._seqs[seq.rid]
+                self._reject(seq.rid, error)
         slices = self._scheduler.schedule()
         if slices:
             self._run(slices)
@@ -196,8 +220,8 @@ class Engine:
             stored=delta.stored,
             removed=delta.removed,
             admitted=admitted,
-            waiting=scheduler.num_waiting,
-            waiting_uncached_tokens=scheduler.num_pending_tokens(),
+            waiting=scheduler.num_waiting + len(self._grammars),
+            waiting_uncached_tokens=scheduler.num_pending_tokens() + self._grammars.num_tokens,
             running=scheduler.num_running,
             kv_used_blocks=self._pool.num_used,
             kv_cached_blocks=self._pool.num_cached,
@@ -210,7 +234,9 @@ class Engine:
         )
 
     def _run(self, slices: list[Slice]) -> None:
-        batch = [self._row(piece) for piece in slices]
+        slices, batch = self._rows(slices)
+        if not batch:
+            return
         started = self.clock()
         try:
             results = self._runner.step(batch)
@@ -227,12 +253,28 @@ class Engine:
                 seq.prompt_logprobs += result.prompt_logprobs[len(seq.prompt_logprobs) - row.start :]
             self._scheduler.advance(piece)
             if not seq.num_uncomputed:
-                self._emit(seq, result)
+                try:
+                    self._emit(seq, result)
+                except GrammarError as error:
+                    self._end_in_error(seq, f"the grammar failed: {error}")
+
+    def _rows(self, slices: list[Slice]) -> tuple[list[Slice], list[ScheduledSeq]]:
+        """What to run, and for which slices: not for those whose grammar does not know what may come next."""
+        batch: list[ScheduledSeq] = []
+        able: list[Slice] = []
+        for piece in slices:
+            try:
+                batch.append(self._row(piece))
+                able.append(piece)
+            except GrammarError as error:
+                self._end_in_error(piece.seq, f"the grammar failed: {error}")
+        return able, batch
 
     def _row(self, piece: Slice) -> ScheduledSeq:
         seq = piece.seq
         start = seq.num_computed
         end = start + piece.num_tokens
+        sample = end == len(seq.ids)
         num_blocks = -(-end // self.info.block_size)
         return ScheduledSeq(
             rid=seq.rid,
@@ -240,10 +282,11 @@ class Engine:
             start=start,
             # Decode rows need all of it: a copy of a thousand numbers for each token would be most of a simulated step.
             block_table=seq.table if num_blocks == len(seq.table) else seq.table[:num_blocks],
-            sample=end == len(seq.ids),
+            sample=sample,
             sampling=seq.sampling,
             prompt_len=seq.prompt_len,
             ids=seq.ids,
+            allowed=seq.grammar.allowed() if sample and seq.grammar is not None else None,
         )
 
     def _emit(self, seq: Seq, result: RowResult) -> None:
@@ -256,6 +299,8 @@ class Engine:
         reason = self._finish_reason(seq, token)
         if reason is not None:
             self._forget(seq)
+        elif seq.grammar is not None:
+            seq.grammar.advance([token])
         self._outputs.append(
             Output(
                 rid=seq.rid,
@@ -280,23 +325,26 @@ class Engine:
     def _fail(self, slices: list[Slice], error: Exception) -> None:
         message = f"{type(error).__name__}: {error}"
         for piece in slices:
-            self._forget(piece.seq)  # blocks that were sealed stay readable: earlier steps have filled them
-            self._outputs.append(
-                Output(
-                    rid=piece.seq.rid,
-                    ids=[],
-                    cached_tokens=piece.seq.cached_tokens or 0,
-                    finish_reason="error",
-                    message=message,
-                )
-            )
+            self._end_in_error(piece.seq, message)
         self._failures += 1
         if self._failures == _FAILURES_TO_GIVE_UP:
             self.failed = f"{self._failures} steps in a row failed, the last one with {message}"
 
+    def _reject(self, rid: int, message: str) -> None:
+        self._outputs.append(Output(rid=rid, ids=[], finish_reason="rejected", message=message))
+
+    def _end_in_error(self, seq: Seq, message: str) -> None:
+        self._forget(seq)  # blocks that were sealed stay readable: earlier steps have filled them
+        self._outputs.append(
+            Output(rid=seq.rid, ids=[], cached_tokens=seq.cached_tokens or 0, finish_reason="error", message=message)
+        )
+
     def _forget(self, seq: Seq) -> None:
         del self._seqs[seq.rid]
-        self._scheduler.remove(seq)
+        if seq in self._grammars:
+            self._grammars.remove(seq)
+        else:
+            self._scheduler.remove(seq)
 
 
 class _Rates:
