@@ -22,6 +22,7 @@ from workers.block_pool import BlockPool
 from workers.ending import ending
 from workers.grammar_queue import BUILD_LOOK_S, Compiler, GrammarError, GrammarQueue
 from workers.protocol import EngineInfo, FinishReason, Output, Sampling, StepReport, Submit, TokenLogprob
+from workers.rates import Rates
 from workers.refusal import refusal
 from workers.scheduler import Scheduler, Slice
 from workers.sequence import Seq
@@ -34,7 +35,10 @@ DEFAULT_TOKEN_BUDGET: Final = 512
 """Tokens a step on a CPU: a longer chunk makes prefill no faster there, and those who generate wait for it."""
 
 _FAILURES_TO_GIVE_UP: Final = 2
-"""Steps in a row. One failure may be a request's own doing; the next step with other sequences tells."""
+"""Steps in a row. One failure may be a request's own doing; the next step with other sequences, or a probe, tells."""
+
+_PROBE_AFTER_S: Final = 30.0
+"""So long without a step nobody knows whether one would succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,10 @@ class RowResult(NamedTuple):
 
 
 class Runner(Protocol):
-    """What computes: weights, KV memory and sampler. Knows no requests, queues or prefix cache."""
+    """What computes: weights, KV memory and sampler. Knows no requests, queues or prefix cache.
+
+    It has one block more than `info.num_blocks`, the last one, for the engine's own probe.
+    """
 
     @property
     def info(self) -> EngineInfo: ...
@@ -120,7 +127,8 @@ class Engine:
         self._token_budget = token_budget
         self._eos_ids = frozenset(self.info.eos_ids)
         self._max_len = min(self.info.max_model_len, self.info.num_blocks * self.info.block_size)
-        self._rates = _Rates(least_prefill_tokens=token_budget // 4)
+        self._rates = Rates(token_budget)
+        self._last_step = self.clock()
         self._seqs: dict[int, Seq] = {}
         self._grammars = GrammarQueue(grammars)
         self._num_submitted = 0
@@ -134,20 +142,22 @@ class Engine:
         and everybody who asks finds a measured rate. Writes into blocks that nobody has yet.
         """
         num_tokens = min(self._token_budget, self._max_len - 1)
-        prefill = self._warm_up_row(num_tokens, start=0)
-        decode = self._warm_up_row(1, start=num_tokens)
-        self._runner.step([self._warm_up_row(1, start=0)])  # the very first one loads code, and measures nothing
+        prefill = self._own_row(num_tokens, start=0)
+        decode = self._own_row(1, start=num_tokens)
+        self._runner.step([self._own_row(1, start=0)])  # the very first one loads code, and measures nothing
         for row in (prefill, decode):
             started = self.clock()
             self._runner.step([row])
             self._rates.observe(num_tokens if row is prefill else 0, self.clock() - started)
 
-    def _warm_up_row(self, num_tokens: int, start: int) -> ScheduledSeq:
+    def _own_row(self, num_tokens: int, start: int, first_block: int = 0) -> ScheduledSeq:
+        """One that no request asks for."""
+        num_blocks = -(-(start + num_tokens) // self.info.block_size)
         return ScheduledSeq(
             rid=-1,
             tokens=[0] * num_tokens,
             start=start,
-            block_table=range(-(-(start + num_tokens) // self.info.block_size)),
+            block_table=range(first_block, first_block + num_blocks),
             sample=True,
             sampling=Sampling(max_tokens=1, temperature=0.0),
             prompt_len=start + num_tokens,
@@ -188,7 +198,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` would do or tell something."""
-        return self._scheduler.has_work() or bool(self._outputs)
+        return self._scheduler.has_work() or bool(self._outputs) or self._failures > 0
 
     def idle_s(self, most_s: float) -> float:
         """How long to wait for something else before the next `step`, at most so long."""
@@ -207,6 +217,8 @@ class Engine:
         slices = self._scheduler.schedule()
         if slices:
             self._run(slices)
+        elif self._failures or self.clock() - self._last_step >= _PROBE_AFTER_S:
+            self._probe()
         return self.report()
 
     def report(self) -> StepReport:
@@ -225,6 +237,8 @@ class Engine:
             running=scheduler.num_running,
             kv_used_blocks=self._pool.num_used,
             kv_cached_blocks=self._pool.num_cached,
+            failing=self._failures > 0,
+            step_limit_s=self._rates.step_limit_s,
             prefill_tok_s=self._rates.prefill_tok_s,
             step_ms=self._rates.step_ms,
             prompt_tokens_total=scheduler.num_prompt_tokens,
@@ -238,15 +252,13 @@ class Engine:
         if not batch:
             return
         started = self.clock()
-        try:
-            results = self._runner.step(batch)
-        except Exception as error:  # whatever a model can raise, out of memory included
-            _logger.exception("a step of %d sequences failed", len(slices))
-            self._fail(slices, error)
+        results = self._compute(batch)
+        if isinstance(results, str):
+            for piece in slices:
+                self._end_in_error(piece.seq, results)
             return
-        self._failures = 0
         prefill_tokens = sum(piece.num_tokens for piece in slices if piece.seq.prefilling)
-        self._rates.observe(prefill_tokens, self.clock() - started)
+        self._rates.observe(prefill_tokens, self._last_step - started)
         for piece, row, result in zip(slices, batch, results, strict=True):
             seq = piece.seq
             if result.prompt_logprobs:  # a preempted one computes again what it has
@@ -257,6 +269,26 @@ class Engine:
                     self._emit(seq, result)
                 except GrammarError as error:
                     self._end_in_error(seq, f"the grammar failed: {error}")
+
+    def _compute(self, batch: Sequence[ScheduledSeq]) -> list[RowResult] | str:
+        """What came of it, or why nothing did. Two failures in a row are the end."""
+        try:
+            results = self._runner.step(batch)
+        except Exception as error:  # whatever a model can raise, out of memory included
+            _logger.exception("a step of %d sequences failed", len(batch))
+            message = f"{type(error).__name__}: {error}"
+            self._failures += 1
+            if self._failures == _FAILURES_TO_GIVE_UP:
+                self.failed = f"{self._failures} steps in a row failed, the last one with {message}"
+            return message
+        finally:
+            self._last_step = self.clock()
+        self._failures = 0
+        return results
+
+    def _probe(self) -> None:
+        """One token, in the block that the runner has beyond those of the pool: nobody sees it, and it measures nothing."""
+        self._compute([self._own_row(1, start=0, first_block=self.info.num_blocks)])
 
     def _rows(self, slices: list[Slice]) -> tuple[list[Slice], list[ScheduledSeq]]:
         """What to run, and for which slices: not for those whose grammar does not know what may come next."""
@@ -322,14 +354,6 @@ class Engine:
             max_len=self._max_len,
         )
 
-    def _fail(self, slices: list[Slice], error: Exception) -> None:
-        message = f"{type(error).__name__}: {error}"
-        for piece in slices:
-            self._end_in_error(piece.seq, message)
-        self._failures += 1
-        if self._failures == _FAILURES_TO_GIVE_UP:
-            self.failed = f"{self._failures} steps in a row failed, the last one with {message}"
-
     def _reject(self, rid: int, message: str) -> None:
         self._outputs.append(Output(rid=rid, ids=[], finish_reason="rejected", message=message))
 
@@ -345,27 +369,3 @@ class Engine:
             self._grammars.remove(seq)
         else:
             self._scheduler.remove(seq)
-
-
-class _Rates:
-    """Moving averages of measured steps; 0.0 until there is a measurement."""
-
-    _WEIGHT: Final = 0.2  # of the newest sample: half is forgotten after three steps
-
-    def __init__(self, least_prefill_tokens: int) -> None:
-        self._least_prefill_tokens = least_prefill_tokens
-        self.prefill_tok_s = 0.0
-        self.step_ms = 0.0
-
-    def observe(self, prefill_tokens: int, elapsed_s: float) -> None:
-        """A step of `prefill_tokens` (0: everybody generated) took `elapsed_s`."""
-        if elapsed_s <= 0.0:
-            return  # a clock too coarse for a tiny step says nothing
-        if not prefill_tokens:
-            self.step_ms = self._average(self.step_ms, 1000 * elapsed_s)
-        elif prefill_tokens >= self._least_prefill_tokens:
-            # A shorter one is mostly the fixed cost of a step: one token in 65 ms would make 1,500 a second look like 15.
-            self.prefill_tok_s = self._average(self.prefill_tok_s, prefill_tokens / elapsed_s)
-
-    def _average(self, old: float, new: float) -> float:
-        return old + self._WEIGHT * (new - old) if old else new

@@ -33,6 +33,7 @@ _STACK_BYTES: Final = 256 << 20
 _MAX_MESSAGE_CHARS: Final = 300
 
 _LIMITS: Final = LLParserLimits(
+    max_items_in_row=20_000,  # 10 for each optional property of an object; the default of 2,000 is met by 500 of them
     max_lexer_states=20_000,  # of 1 to 2 kB each; the default is 250,000
     verbose_errors=False,  # else they tell what was generated, which is nobody's business
 )

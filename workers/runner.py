@@ -75,7 +75,7 @@ class TorchRunner:
         self._decoder = Decoder(weights, chosen, plan.max_model_len, num_tokens)
         self._cache = KVCache(
             num_layers=config.num_layers,
-            num_blocks=plan.num_blocks,
+            num_blocks=plan.num_blocks + 1,  # the last one is for the engine's probe
             block_size=block_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,

@@ -99,7 +99,7 @@ class FakeRunner:
         self.info = info
         self.batches: list[list[ScheduledSeq]] = []
         self.num_failures_to_come = 0
-        self._kv: list[list[int | None]] = [[None] * info.block_size for _ in range(info.num_blocks)]
+        self._kv: list[list[int | None]] = [[None] * info.block_size for _ in range(info.num_blocks + 1)]
 
     def step(self, batch: Sequence[ScheduledSeq]) -> list[RowResult]:
         self.batches.append(list(batch))

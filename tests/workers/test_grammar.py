@@ -177,4 +177,7 @@ def test_the_longest_chain_of_rules_does_not_overrun_the_stack(lexer: bool) -> N
 
     ids, last = run(engine, [1])[1]
 
-    assert (text_of(ids), last.finish_reason) in (("x", "stop"), ("z", "stop"))
+    if lexer:
+        assert last.finish_reason == "rejected", "it takes too much to build"
+    else:
+        assert (text_of(ids), last.finish_reason) in (("x", "stop"), ("z", "stop"))
