@@ -14,9 +14,8 @@ import httpx
 from router.prompt import TokenizerFiles, load_prompter
 from tests.serving import serving
 from workers.client import EngineClient, InProcessEngineClient
-from workers.engine import Engine
 from workers.server import ReplicaApp
-from workers.simulated import SIMULATED_TOKEN_BUDGET, SimulatedRunner, TimeModel, simulated_info
+from workers.simulated import SimulatedRunner, TimeModel, engine_over, simulated_info
 
 CREDENTIAL = "replica-credential"
 
@@ -35,8 +34,7 @@ class Replica:
 
 def simulated_engine(*, speedup: float = 50.0, kv_tokens: int = 1 << 14) -> InProcessEngineClient:
     info = simulated_info(kv_tokens=kv_tokens, max_model_len=2048)
-    runner = SimulatedRunner(info, TimeModel(speedup=speedup))
-    return InProcessEngineClient(Engine(runner, token_budget=SIMULATED_TOKEN_BUDGET, clock=runner.clock))
+    return InProcessEngineClient(engine_over(SimulatedRunner(info, TimeModel(speedup=speedup))))
 
 
 @asynccontextmanager
