@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from workers.faults import KINDS, Fault, FaultPlan, When, parse_fault
@@ -48,10 +50,9 @@ def test_a_fault_is_written_in_a_word(text: str, fault: Fault) -> None:
     ],
 )
 def test_what_is_no_fault_says_why_in_a_line(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match="fault|takes|WHEN|step|path") as caught:
+    with pytest.raises(ValueError, match=re.escape(reason)) as caught:
         parse_fault(text)
 
-    assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
