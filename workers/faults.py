@@ -172,6 +172,8 @@ class FaultPlan:
         self.spoils_batches = any(fault.target == "batch" for fault in faults)
         self._seed = seed
         self._counts = [0] * len(faults)
+        self.hits = [0] * len(faults)
+        """How often each has struck."""
 
     def of_request(self, method: str, path: str) -> Fault | None:
         """What happens to a request. It counts for every fault that looks at it; the first one that hits has it."""
@@ -186,6 +188,7 @@ class FaultPlan:
             if fault.target in targets and fault.strikes(method, path):
                 self._counts[index] += 1
                 if chosen is None and fault.when.hits(self._counts[index], self._draw(index)):
+                    self.hits[index] += 1
                     chosen = fault
         return chosen
 

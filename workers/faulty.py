@@ -1,7 +1,7 @@
 """A replica with faults on request: an ASGI app around the real one, for simulated replicas only.
 
     PUT /simulate/faults {"faults": ["503:25%"]}    replaces them and counts anew; needs the replica's credential
-    GET /simulate/faults                            what is set
+    GET /simulate/faults                            what is set, and how often each has struck
 
 To the replica inside, an answer that is cut or falls silent is a client that leaves: it releases what it held.
 """
@@ -99,11 +99,18 @@ class FaultyReplica:
                     raise invalid_value(str(error), "faults") from error
             elif scope["method"] != "GET":
                 raise ApiError(405, "method_not_allowed", f"{CONTROL_PATH} takes GET and PUT.")
-            await reply.json(200, msgspec.json.encode([msgspec.to_builtins(fault) for fault in self._plan.faults]))
+            await reply.json(200, self._told())
         except ApiError as error:
             await reply.error(error)
         except ClientGone:
             pass
+
+    def _told(self) -> bytes:
+        told = [
+            {**msgspec.to_builtins(fault), "hits": hits}
+            for fault, hits in zip(self._plan.faults, self._plan.hits, strict=True)
+        ]
+        return msgspec.json.encode({"faults": told})
 
     async def _follow_events(self, fault: Fault | None, scope: Scope, receive: Receive, send: Send) -> None:
         events = FaultyEvents(send, lambda: self._plan, restarted=fault is not None and fault.kind == "new-epoch")
