@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from router.prompt import TokenizerFiles, load_prompter
+from router.prompt import TokenizerFiles
 from router.wire import Batch, Frame, FrameDecoder, Hello
-from tests.serving import eventually, serving
+from tests.replicas import CREDENTIAL, running, simulated_runner
+from tests.serving import eventually
 from workers.client import InProcessEngineClient
 from workers.faults import parse_fault
 from workers.faulty import CONTROL_PATH, FaultyReplica
-from workers.server import ReplicaApp
-from workers.simulated import SimulatedRunner, TimeModel, engine_over, simulated_info
+from workers.simulated import SimulatedRunner, engine_over
 
 TEXT = "/v1/completions"
-CREDENTIAL = "secret"
 
 
-class Replica:
+class Faulty:
     def __init__(self, http: httpx.AsyncClient, runner: SimulatedRunner) -> None:
         self.http = http
         self.runner = runner
@@ -47,37 +45,22 @@ class Replica:
 
 
 @asynccontextmanager
-async def faulty(*faults: str, speedup: float = 200.0) -> AsyncIterator[Replica]:
-    info = simulated_info(kv_tokens=1 << 14, max_model_len=2048)
-    runner = SimulatedRunner(info, TimeModel(speedup=speedup))
-    engine = InProcessEngineClient(engine_over(runner))
-    await engine.start()
-    files = TokenizerFiles(kind="trivial")
-    with ThreadPoolExecutor(1) as executor:
-        inner = ReplicaApp(
-            engine=engine,
-            info=info,
-            files=files,
-            prompter=load_prompter(files),
-            executor=executor,
-            credential=CREDENTIAL,
-            on_loopback=True,
-        )
-        headers = {"authorization": f"Bearer {CREDENTIAL}"}
-        async with httpx.AsyncClient(headers=headers, timeout=5, trust_env=False) as http:
-            replica = Replica(http, runner)
-            parsed = [parse_fault(text) for text in faults]
-            app = FaultyReplica(inner, runner, faults=parsed, credential=CREDENTIAL, die=replica.die)
-            async with serving(app) as url:
-                http.base_url = httpx.URL(url)
-                try:
-                    yield replica
-                finally:
-                    app.close_streams()
-    await engine.stop()
+async def faulty(*faults: str, speedup: float = 200.0) -> AsyncIterator[Faulty]:
+    runner = simulated_runner(speedup=speedup)
+    parsed = [parse_fault(text) for text in faults]
+    headers = {"authorization": f"Bearer {CREDENTIAL}"}
+    async with httpx.AsyncClient(headers=headers, timeout=5, trust_env=False) as http:
+        replica = Faulty(http, runner)
+        async with running(
+            InProcessEngineClient(engine_over(runner)),
+            TokenizerFiles(kind="trivial"),
+            finish=lambda app: FaultyReplica(app, runner, faults=parsed, credential=CREDENTIAL, die=replica.die),
+        ) as served:
+            http.base_url = httpx.URL(served.base_url)
+            yield replica
 
 
-async def pieces_until_it_breaks(replica: Replica, timeout_s: float = 5.0) -> tuple[str, str]:
+async def pieces_until_it_breaks(replica: Faulty, timeout_s: float = 5.0) -> tuple[str, str]:
     """What a stream said, and how it ended: "end", "cut" or "silence"."""
     body = {"prompt": "hello", "max_tokens": 8, "ignore_eos": True, "stream": True}
     said, ending = "", "end"
@@ -243,7 +226,7 @@ class Events:
 
 
 @asynccontextmanager
-async def events_of(replica: Replica, query: str = "") -> AsyncIterator[Events]:
+async def events_of(replica: Faulty, query: str = "") -> AsyncIterator[Events]:
     events = Events()
 
     async def read() -> None:
@@ -265,7 +248,7 @@ async def events_of(replica: Replica, query: str = "") -> AsyncIterator[Events]:
         await asyncio.wait([task])
 
 
-async def make_batches(replica: Replica, count: int) -> None:
+async def make_batches(replica: Faulty, count: int) -> None:
     """Each prompt of a whole block is stored in a step of its own: one batch."""
     for number in range(count):
         await replica.complete(f"{number:04} " + "x" * 60, max_tokens=1)
