@@ -50,8 +50,10 @@ class Wanted:
 
     def compute(self, names: Iterable[BlockName]) -> None:
         """One that wanted these has computed them. The others will know when they look into the cache."""
+        times = self._times
         for name in names:
-            self.remove([name])
-            if name in self._times and name not in self._computed:
+            if times[name] == 1 or name in self._computed:
+                self.remove((name,))
+            else:
+                times[name] -= 1
                 self._computed.add(name)
-                self.num_free += 1
