@@ -15,15 +15,17 @@ from typing import Final, Self
 
 import torch
 
+from workers.adjust import Draw
 from workers.attention import Attention, Heights, KVCache, choose_heights
-from workers.engine import ScheduledSeq
+from workers.engine import RowResult, ScheduledSeq
 from workers.load_gguf import load_gguf
 from workers.load_safetensors import load_safetensors
+from workers.logprobs import token_logprobs
 from workers.model import Decoder
 from workers.plan import plan_memory
-from workers.protocol import EngineInfo
+from workers.protocol import EngineInfo, TokenLogprob
 from workers.quant import choose_precision, supports_bf16
-from workers.sampler import Draw, sample
+from workers.sampler import sample
 from workers.tokenizer_files import generation_eos_ids
 from workers.weights import Weights
 
@@ -31,6 +33,9 @@ __all__ = ["TorchRunner"]
 
 _COMPUTATION: Final = "2"
 """Raise it with every change here that can change a bit of an answer."""
+
+_LOGPROB_ROWS: Final = 64
+"""Prompt rows whose logits are in memory at a time."""
 
 
 class TorchRunner:
@@ -122,23 +127,49 @@ class TorchRunner:
         return runner
 
     @torch.inference_mode()
-    def step(self, batch: Sequence[ScheduledSeq]) -> list[int | None]:
-        ends = list(accumulate(len(seq.tokens) for seq in batch))
-        sampling = [(row, seq) for row, seq in enumerate(batch) if seq.sample]
-        logits = self._decoder.forward(
+    def step(self, batch: Sequence[ScheduledSeq]) -> list[RowResult]:
+        hidden = self._decoder.forward(
             torch.tensor([token for seq in batch for token in seq.tokens]),
             torch.tensor([p for seq in batch for p in range(seq.start, seq.start + len(seq.tokens))]),
             cache=self._cache,
             attention=self._attention,
             plan=self._attention.plan(batch),
-            sampled=torch.tensor([ends[row] - 1 for row, _ in sampling], dtype=torch.int64),
         )
-        result: list[int | None] = [None] * len(batch)
+        ends = list(accumulate(len(seq.tokens) for seq in batch))
+        results = [RowResult()] * len(batch)
+        sampling = [number for number, seq in enumerate(batch) if seq.sample]
         if sampling:
-            draws = [Draw(seq.sampling, seq.start + len(seq.tokens)) for _, seq in sampling]
-            for (row, _), token in zip(sampling, sample(logits, draws), strict=True):
-                result[row] = token
-        return result
+            logits = self._decoder.logits(hidden[[ends[number] - 1 for number in sampling]])
+            for number, result in zip(sampling, self._choose(logits, [batch[n] for n in sampling]), strict=True):
+                results[number] = result
+        for number, (seq, end) in enumerate(zip(batch, ends, strict=True)):
+            if seq.num_prompt_logprobs:
+                told = self._prompt_logprobs(seq, hidden[end - len(seq.tokens) : end])
+                results[number] = results[number]._replace(prompt_logprobs=told)
+        return results
+
+    def _choose(self, logits: torch.Tensor, seqs: Sequence[ScheduledSeq]) -> list[RowResult]:
+        draws = [Draw(seq.sampling, seq.start + len(seq.tokens), seq.ids, seq.prompt_len, seq.allowed) for seq in seqs]
+        tokens = sample(logits, draws, self.info.eos_ids)
+        results = [RowResult(token) for token in tokens]
+        asking = [row for row, seq in enumerate(seqs) if seq.sampling.logprobs is not None]
+        if asking:
+            chosen = [tokens[row] for row in asking]
+            counts = [seqs[row].sampling.logprobs or 0 for row in asking]
+            for row, logprob in zip(asking, token_logprobs(logits[asking], chosen, counts), strict=True):
+                results[row] = RowResult(tokens[row], logprob)
+        return results
+
+    def _prompt_logprobs(self, seq: ScheduledSeq, hidden: torch.Tensor) -> list[TokenLogprob]:
+        """`hidden`: of the sequence's rows. Logits of all rows of a chunk at once could take 300 MB."""
+        told: list[TokenLogprob] = []
+        for first in range(0, seq.num_prompt_logprobs, _LOGPROB_ROWS):
+            rows = hidden[first : min(first + _LOGPROB_ROWS, seq.num_prompt_logprobs)]
+            follow = seq.start + first + 1
+            targets = seq.ids[follow : follow + len(rows)]
+            counts = [seq.sampling.prompt_logprobs or 0] * len(rows)
+            told += token_logprobs(self._decoder.logits(rows), targets, counts)
+        return told
 
 
 def _give_back_free_memory() -> None:

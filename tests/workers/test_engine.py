@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -377,6 +378,46 @@ def test_the_name_under_which_a_model_is_served_is_in_the_names_of_its_blocks() 
     engine.submit(make_submit(1, ids_without_end(4), max_tokens=1))
 
     assert engine.step().stored[0].parent == root_name(model="public")
+
+
+def test_a_resumed_answer_goes_on_where_it_was_cut_for_every_cut() -> None:
+    info = make_info(max_model_len=40)
+    whole_submit = make_submit(0, ids_without_end(10), max_tokens=12, ignore_eos=True)
+    whole = expected(whole_submit, info)
+    for cut in range(len(whole)):
+        for warm in (False, True):
+            engine, _ = make_engine(info)
+            if warm:
+                engine.submit(whole_submit)
+                run_to_end(engine)
+            resumed = make_submit(1, ids_without_end(10), max_tokens=12, ignore_eos=True, resume=whole[:cut])
+            engine.submit(resumed)
+            answers = run_to_end(engine)
+
+            assert answers.ids[1] == whole[cut:]
+            assert answers.last[1].finish_reason == "length"
+            assert answers.last[1].cached_tokens == (8 if warm else 0), "of the prompt, as in the whole answer"
+            report = engine.report()
+            assert (report.prompt_tokens_total, report.cached_tokens_total) == ((20, 8) if warm else (10, 0))
+
+
+@pytest.mark.parametrize(
+    ("resume", "options", "reason"),
+    [
+        ([1, EOS], {}, "has ended already (stop)"),
+        ([1, 2], {"max_tokens": 2}, "has ended already (length)"),
+        ([3, 4], {"stop_token_ids": [4]}, "has ended already (stop)"),
+        ([1] * 30, {"max_tokens": 99}, "has ended already (length)"),
+        ([VOCAB], {}, f"{VOCAB} is outside the vocabulary"),
+    ],
+)
+def test_an_answer_that_cannot_go_on_is_rejected(resume: list[int], options: dict[str, Any], reason: str) -> None:
+    engine, _ = make_engine(make_info(max_model_len=40))
+    engine.submit(make_submit(1, ids_without_end(10), resume=resume, **options))
+    answers = run_to_end(engine)
+
+    assert answers.last[1].finish_reason == "rejected"
+    assert reason in answers.last[1].message
 
 
 requests = st.lists(

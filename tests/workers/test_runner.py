@@ -28,7 +28,7 @@ from tests.workers.tiny_models import (
     weights_of,
 )
 from workers import runner as runner_module
-from workers.engine import Runner, ScheduledSeq
+from workers.engine import RowResult, Runner, ScheduledSeq
 from workers.load_gguf import load_gguf
 from workers.model_config import tensor_shapes
 from workers.protocol import Sampling
@@ -71,7 +71,7 @@ def generate(
             for rid, (context, start, table) in enumerate(zip(contexts, done, tables, strict=True))
         ]
         done = [len(context) for context in contexts]
-        for context, token in zip(contexts, runner.step(batch), strict=True):
+        for context, (token, *_) in zip(contexts, runner.step(batch), strict=True):
             assert token is not None
             context.append(token)
     return [context[len(prompt) :] for context, prompt in zip(contexts, prompts, strict=True)]
@@ -109,11 +109,11 @@ def test_rows_that_do_not_sample_give_none() -> None:
     runner = make_runner(weights_of(make_hf()), "fp32")
     ids = random_ids(40)
 
-    assert runner.step([scheduled(ids[:20], 0, [3, 4], sample=False)]) == [None]
+    assert runner.step([scheduled(ids[:20], 0, [3, 4], sample=False)]) == [RowResult()]
     mixed = [scheduled(ids[20:], 20, [3, 4, 7]), scheduled(ids, 0, [1, 2, 0], sample=False)]
-    token, nothing = runner.step(mixed)
+    (token, *_), nothing = runner.step(mixed)
 
-    assert nothing is None
+    assert nothing == RowResult()
     assert token in range(VOCAB)
 
 
@@ -305,7 +305,7 @@ def test_default_model_in_fp32_says_what_transformers_says_cold_and_warm(prompts
             for context, start, table in zip(contexts, done, [*cold, *warm], strict=True)
         ]
         done = [len(context) for context in contexts]
-        for context, token in zip(contexts, runner.step(batch), strict=True):
+        for context, (token, *_) in zip(contexts, runner.step(batch), strict=True):
             assert token is not None
             context.append(token)
     answers = [context[-64:] for context in contexts]
@@ -343,7 +343,7 @@ def test_default_model_in_int8_gives_the_same_bits_in_any_schedule(prompts: list
         context = list(long)
         for _ in range(6):
             row = scheduled(context[-1:], len(context) - 1, table, sampling=SAMPLED)
-            token = runner.step([*company, row])[-1]
+            token = runner.step([*company, row])[-1].token
             assert token is not None
             context.append(token)
             chosen.append(token)

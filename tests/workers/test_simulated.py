@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from router.trivial import EOS_ID, TrivialTokenizer
@@ -18,6 +20,7 @@ def prefill(tokens: int, *, cached: int = 0, sample: bool = True) -> ScheduledSe
         sample=sample,
         sampling=Sampling(max_tokens=1),
         prompt_len=cached + tokens + (not sample),
+        ids=array("I"),
     )
 
 
@@ -30,6 +33,7 @@ def decode(position: int = 1000) -> ScheduledSeq:
         sample=True,
         sampling=Sampling(max_tokens=1),
         prompt_len=position,
+        ids=array("I"),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -140,7 +141,16 @@ def scheduled(
 ) -> ScheduledSeq:
     """A row as the engine makes it: its table is cut to what the positions need."""
     num_blocks = -(-(start + len(tokens)) // BLOCK_SIZE)
-    return ScheduledSeq(rid, list(tokens), start, list(table[:num_blocks]), sample, sampling, start + len(tokens))
+    return ScheduledSeq(
+        rid=rid,
+        tokens=list(tokens),
+        start=start,
+        block_table=list(table[:num_blocks]),
+        sample=sample,
+        sampling=sampling,
+        prompt_len=start + len(tokens),
+        ids=array("I"),
+    )
 
 
 class Steps:
@@ -169,14 +179,10 @@ class Steps:
         """Logits of the rows `sampled`, of all unless told otherwise."""
         ids = [token for seq in batch for token in seq.tokens]
         positions = [seq.start + i for seq in batch for i in range(len(seq.tokens))]
-        return self._decoder.forward(
-            torch.tensor(ids),
-            torch.tensor(positions),
-            self._cache,
-            self._attention,
-            self._attention.plan(batch),
-            torch.tensor(range(len(ids)) if sampled is None else sampled, dtype=torch.int64),
+        hidden = self._decoder.forward(
+            torch.tensor(ids), torch.tensor(positions), self._cache, self._attention, self._attention.plan(batch)
         )
+        return self._decoder.logits(hidden if sampled is None else hidden[list(sampled)])
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
