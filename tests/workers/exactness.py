@@ -157,7 +157,7 @@ class _Watched:
 
     def expect(self, rid: int, request: Request) -> None:
         self._ids[rid] = array("I")
-        self._digests[rid] = [xxhash.xxh3_64_intdigest(request.salt)]
+        self._digests[rid] = [xxhash.xxh3_64_intdigest(request.salt.encode())]
         self.told(rid, [*request.prompt, *request.resume])
 
     def told(self, rid: int, ids: Collection[int]) -> None:
