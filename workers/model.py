@@ -49,11 +49,11 @@ class _Layer:
 
 
 class Decoder:
-    def __init__(self, weights: Weights, precision: Precision, max_len: int, num_tokens: int | None = None) -> None:
+    def __init__(self, weights: Weights, precision: Precision, max_len: int, num_tokens: int) -> None:
         """Packs every tensor of `weights`, one after the other. Positions up to `max_len` - 1 can be run.
 
         `num_tokens`: ids that the tokenizer knows. Embeddings are often padded beyond them; such ids get no logits, so that
-        nobody can choose one (vllm#21951). None: all are known.
+        nobody can choose one (vllm#21951).
         """
         # Inputs that keep their outliers take two bytes each.
         rotated = precision == "int8" and can_rotate(weights.config)

@@ -47,6 +47,7 @@ class TorchRunner:
         *,
         name: str,
         eos_ids: frozenset[int],
+        num_tokens: int | None = None,
         precision: str = "auto",
         kv_bytes: int,
         threads: int = 1,
@@ -54,9 +55,12 @@ class TorchRunner:
         max_model_len: int | None = None,
         block_size: int,
     ) -> None:
-        """`threads` sets torch's for the whole process. Raises ModelError, or ValueError for sizes that do not fit."""
+        """`num_tokens`: ids that the tokenizer knows, if not all of the embedding's (`workers.model.Decoder`). `threads` sets
+        torch's for the whole process. Raises ModelError, or ValueError for sizes that do not fit.
+        """
         torch.set_num_threads(threads)
         config = weights.config
+        num_tokens = min(num_tokens or config.vocab_size, config.vocab_size)
         chosen = choose_precision(precision)
         kv_fp32 = chosen == "fp32" or not supports_bf16()
         plan = plan_memory(
@@ -68,10 +72,10 @@ class TorchRunner:
             heights = choose_heights(
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype
             )
-        self._decoder = Decoder(weights, chosen, plan.max_model_len)
+        self._decoder = Decoder(weights, chosen, plan.max_model_len, num_tokens)
         self._cache = KVCache(
             num_layers=config.num_layers,
-            num_blocks=plan.num_blocks,
+            num_blocks=plan.num_blocks + 1,  # the last one is for the engine's probe
             block_size=block_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -88,7 +92,7 @@ class TorchRunner:
             model=name,
             revision="",
             precision=chosen,
-            numerics=_numerics(f"{weights.digest} {config}", chosen, dtype, heights, threads),
+            numerics=_numerics(f"{weights.digest} {config}", num_tokens, chosen, dtype, heights, threads),
             block_size=block_size,
             num_blocks=plan.num_blocks,
             max_num_seqs=max_num_seqs,
@@ -104,6 +108,7 @@ class TorchRunner:
         cls,
         path: Path,
         *,
+        num_tokens: int | None = None,
         precision: str = "auto",
         kv_bytes: int,
         threads: int = 1,
@@ -116,6 +121,7 @@ class TorchRunner:
             load_safetensors(path) if path.is_dir() else load_gguf(path),
             name=path.name if path.is_dir() else path.stem,
             eos_ids=generation_eos_ids(path),
+            num_tokens=num_tokens,
             precision=precision,
             kv_bytes=kv_bytes,
             threads=threads,
@@ -179,7 +185,7 @@ def _give_back_free_memory() -> None:
         trim(0)
 
 
-def _numerics(model: str, precision: str, dtype: torch.dtype, heights: Heights, threads: int) -> str:
+def _numerics(model: str, num_tokens: int, precision: str, dtype: torch.dtype, heights: Heights, threads: int) -> str:
     """Everything that decides the bits of an answer. Conservative: machines that differ here may still agree."""
     features = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
     parts = (
@@ -187,7 +193,9 @@ def _numerics(model: str, precision: str, dtype: torch.dtype, heights: Heights, 
         model,
         precision,
         f"tiles {heights.single} {heights.most} {dtype}",
-        f"threads {threads}",
+        f"tokens {num_tokens}",
+        # Products of int8 are exact and all else gives whole rows to a thread; other products share their sums out.
+        "any threads" if precision == "int8" else f"threads {threads}",
         f"torch {torch.__version__}",
         torch.backends.cpu.get_cpu_capability(),
         *features,

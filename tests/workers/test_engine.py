@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from router.blocks import block_names, root_name
 from router.wire import pack_ids, unpack_ids
-from tests.workers.fake_runner import EOS, VOCAB, FakeRunner, answer, make_info, make_submit, next_id
+from tests.workers.fake_runner import EOS, VOCAB, FakeRunner, answer, logprob_of, make_info, make_submit, next_id
 from workers.engine import Engine
-from workers.protocol import EngineInfo, Output, Sampling, StepReport, Submit
+from workers.protocol import EngineInfo, Output, Sampling, StepReport, Submit, TokenLogprob
 
 STEPS_AT_MOST = 10_000
 
@@ -37,12 +37,17 @@ class Answers:
     def __init__(self) -> None:
         self.ids: defaultdict[int, list[int]] = defaultdict(list)
         self.last: dict[int, Output] = {}
+        self.logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+        self.prompt_logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self.readable: set[int] = set()
 
     def take(self, report: StepReport) -> None:
         for output in report.outputs:
             assert self.last.get(output.rid) is None or self.last[output.rid].finish_reason is None
+            assert not output.prompt_logprobs or output.rid not in self.last, "with the first output"
             self.ids[output.rid] += output.ids
+            self.logprobs[output.rid] += output.logprobs
+            self.prompt_logprobs[output.rid] += output.prompt_logprobs
             self.last[output.rid] = output
         assert self.readable.issuperset(report.removed)
         self.readable.difference_update(report.removed)
@@ -323,6 +328,43 @@ def test_a_success_between_two_failures_counts() -> None:
     assert engine.failed is None
 
 
+def test_after_half_a_minute_without_a_step_the_engine_tries_one_that_nobody_sees() -> None:
+    engine, runner = make_engine()  # its clock goes on by 0.1 s a look
+    for _ in range(290):
+        engine.step()
+    assert runner.batches == []
+    for _ in range(30):
+        report = engine.step()
+
+    ((row,),) = runner.batches
+    assert (len(row.tokens), list(row.block_table)) == (1, [engine.info.num_blocks])
+    assert (report.outputs, report.stored, report.kv_used_blocks, report.kv_cached_blocks) == ([], [], 0, 0)
+    assert (report.prompt_tokens_total, report.generated_tokens_total, report.step_ms) == (0, 0, 0.0)
+    assert not report.failing
+
+
+def test_a_probe_that_fails_twice_ends_the_engine() -> None:
+    engine, runner = make_engine()
+    runner.num_failures_to_come = 2
+    while not engine.step().failing:
+        assert engine.failed is None
+    assert engine.has_work(), "the second try comes at once"
+    engine.step()
+
+    assert engine.failed == "2 steps in a row failed, the last one with MemoryError: no room for activations"
+
+
+def test_a_failed_step_with_nobody_else_there_is_tried_again_at_once() -> None:
+    engine, runner = make_engine()
+    runner.num_failures_to_come = 1
+    engine.submit(make_submit(1, ids_without_end(9)))
+
+    assert engine.step().failing
+    assert engine.has_work()
+    assert not engine.step().failing
+    assert not engine.has_work()
+
+
 def test_a_report_counts_what_is_promised() -> None:
     engine, _ = make_engine(make_info(max_num_seqs=2), token_budget=6)
     engine.submit(make_submit(0, ids_without_end(9), max_tokens=1))
@@ -378,6 +420,66 @@ def test_the_name_under_which_a_model_is_served_is_in_the_names_of_its_blocks() 
     engine.submit(make_submit(1, ids_without_end(4), max_tokens=1))
 
     assert engine.step().stored[0].parent == root_name(model="public")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, 1),  # family
+            st.integers(1, 30),
+            st.integers(1, 16),
+            st.none() | st.integers(0, 2),  # logprobs
+            st.none() | st.integers(0, 2),  # prompt_logprobs
+            st.integers(0, 6),  # of the answer that were generated elsewhere
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    num_blocks=st.integers(13, 24),
+    token_budget=st.integers(1, 30),
+)
+def test_logprobs_are_complete_whatever_the_schedule(
+    requests: Sequence[tuple[int, int, int, int | None, int | None, int]], num_blocks: int, token_budget: int
+) -> None:
+    """Chunked at any size, from a warm cache, preempted in the middle, resumed."""
+    info = make_info(num_blocks=num_blocks)
+    engine, _ = make_engine(info, token_budget=token_budget)
+    whole = []
+    for rid, (family, length, max_tokens, logprobs, prompt_logprobs, cut) in enumerate(requests):
+        prompt = ids_without_end(length, 13 * family)
+        said = answer(prompt, Sampling(max_tokens=max_tokens), num_blocks * 4)
+        cut = min(cut, len(said) - 1)
+        whole.append([*prompt, *said])
+        engine.submit(
+            make_submit(
+                rid,
+                prompt,
+                max_tokens=max_tokens,
+                resume=said[:cut],
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
+        )
+    answers = run_to_end(engine)
+
+    for rid, (_, length, _, logprobs, prompt_logprobs, _) in enumerate(requests):
+        ids = whole[rid]
+        told = len(answers.ids[rid])
+        assert answers.ids[rid] == ids[len(ids) - told :]
+        first = len(ids) - told if logprobs is not None else len(ids)
+        assert answers.logprobs[rid] == [logprob_of(ids[: i + 1], logprobs) for i in range(first, len(ids))]
+        last = length if prompt_logprobs is not None else 0
+        assert answers.prompt_logprobs[rid] == [logprob_of(ids[: i + 1], prompt_logprobs) for i in range(1, last)]
+
+
+def test_a_request_for_prompt_logprobs_reads_nothing_from_the_cache_and_is_read_by_others() -> None:
+    engine, _ = make_engine()
+    for rid, prompt_logprobs in enumerate([None, 0, None]):
+        engine.submit(make_submit(rid, ids_without_end(14), max_tokens=1, prompt_logprobs=prompt_logprobs))
+    answers = run_to_end(engine)
+
+    assert [answers.last[rid].cached_tokens for rid in range(3)] == [0, 0, 12]
 
 
 def test_a_resumed_answer_goes_on_where_it_was_cut_for_every_cut() -> None:

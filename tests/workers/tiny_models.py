@@ -138,8 +138,9 @@ def scheduled(
     rid: int = 0,
     sample: bool = True,
     sampling: Sampling = GREEDY,
+    prompt: Sequence[int] = (),
 ) -> ScheduledSeq:
-    """A row as the engine makes it: its table is cut to what the positions need."""
+    """A row as the engine makes it: its table is cut to what the positions need. `prompt`: all of it, where that matters."""
     num_blocks = -(-(start + len(tokens)) // BLOCK_SIZE)
     return ScheduledSeq(
         rid=rid,
@@ -148,8 +149,8 @@ def scheduled(
         block_table=list(table[:num_blocks]),
         sample=sample,
         sampling=sampling,
-        prompt_len=start + len(tokens),
-        ids=array("I"),
+        prompt_len=len(prompt) or start + len(tokens),
+        ids=array("I", prompt),
     )
 
 
@@ -158,7 +159,7 @@ class Steps:
 
     def __init__(self, weights: Weights, precision: Precision = "fp32") -> None:
         config = weights.config
-        self._decoder = Decoder(weights, precision, max_len=1024)
+        self._decoder = Decoder(weights, precision, 1024, config.vocab_size)
         self._cache = KVCache(
             num_layers=config.num_layers,
             num_blocks=128,
