@@ -8,10 +8,13 @@ what another one reads, and the pool's counts add up.
 
 from __future__ import annotations
 
+import json
+import time
 from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Final
 
 import msgspec
@@ -20,12 +23,15 @@ import xxhash
 
 from router.blocks import BlockName
 from router.wire import pack_ids
+from tests.workers.tiny_models import VOCAB
 from workers.engine import Engine, RowResult, Runner, ScheduledSeq
-from workers.protocol import EngineInfo, FinishReason, Sampling, Submit, TokenLogprob
+from workers.grammar import GrammarCompiler
+from workers.protocol import EngineInfo, FinishReason, Output, Sampling, Submit, TokenLogprob
 
 __all__ = ["CASES", "Answer", "Conditions", "Replica", "Request"]
 
-STEPS_AT_MOST: Final = 20_000
+DEADLINE_S: Final = 300.0
+"""For one run; machines that test are busy."""
 
 CASES: Counter[tuple[str, str]] = Counter()
 """(property, path) → answers compared."""
@@ -42,6 +48,16 @@ class Request:
     leaves: int | None = None
     """The step before which its client goes away, if it does."""
 
+    def submit(self, rid: int) -> Submit:
+        return Submit(
+            rid=rid,
+            request_id=f"request-{rid}",
+            prompt=pack_ids(self.prompt),
+            resume=pack_ids(self.resume),
+            salt=self.salt,
+            sampling=self.sampling,
+        )
+
     def choice(self, number: int) -> Request:
         return replace(self, sampling=msgspec.structs.replace(self.sampling, choice=number))
 
@@ -53,6 +69,14 @@ class Answer:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     cached_tokens: int = field(default=0, compare=False)
+
+    def take(self, output: Output) -> None:
+        assert self.finish_reason is None
+        self.ids += output.ids
+        self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
+        self.finish_reason = output.finish_reason
+        self.cached_tokens = output.cached_tokens
 
     def after(self, count: int) -> Answer:
         """What is left to say for one who resumes behind the first `count` ids."""
@@ -79,7 +103,7 @@ class Replica:
     num_preemptions: int = 0
     """In all runs so far."""
 
-    def run(self, requests: Sequence[Request], conditions: Conditions = Conditions()) -> list[Answer]:  # noqa: B008
+    def run(self, requests: Sequence[Request], conditions: Conditions = Conditions()) -> list[Answer]:
         """All to their ends, over an empty cache."""
         info = self.runner.info
         watched = _Watched(
@@ -88,7 +112,7 @@ class Replica:
                 info, num_blocks=conditions.num_blocks or info.num_blocks, max_num_seqs=len(requests) or 1
             ),
         )
-        engine = Engine(watched, token_budget=conditions.token_budget)
+        engine = Engine(watched, grammars=grammar_compiler(), token_budget=conditions.token_budget, clock=lambda: 0.0)
         if conditions.colliding:
             engine._pool._block_names = _one_name
         threads = torch.get_num_threads()
@@ -104,41 +128,50 @@ class Replica:
 
     def _run(self, engine: Engine, watched: _Watched, requests: Sequence[Request]) -> list[Answer]:
         answers = [Answer() for _ in requests]
+        waited_for = set(range(len(requests)))
+        deadline = time.monotonic() + DEADLINE_S
         number = 0
-        while number <= max(request.arrives for request in requests) or engine.has_work():
+        while waited_for:
             for rid, request in enumerate(requests):
                 if request.arrives == number:
                     watched.expect(rid, request)
-                    engine.submit(
-                        Submit(
-                            rid=rid,
-                            request_id=f"request-{rid}",
-                            prompt=pack_ids(request.prompt),
-                            resume=pack_ids(request.resume),
-                            salt=request.salt,
-                            sampling=request.sampling,
-                        )
-                    )
+                    engine.submit(request.submit(rid))
                 if request.leaves == number:
                     engine.abort(rid)
+                    waited_for.discard(rid)
             report = engine.step()
             assert report.kv_used_blocks == watched.blocks_in_use(engine)
             assert engine._pool.num_free + report.kv_cached_blocks + report.kv_used_blocks == engine.info.num_blocks
             for output in report.outputs:
-                answer = answers[output.rid]
-                assert answer.finish_reason is None
-                answer.ids += output.ids
-                answer.logprobs += output.logprobs
-                answer.prompt_logprobs += output.prompt_logprobs
-                answer.finish_reason = output.finish_reason
-                answer.cached_tokens = output.cached_tokens
+                answers[output.rid].take(output)
                 watched.told(output.rid, output.ids)
+                if output.finish_reason is not None:
+                    waited_for.discard(output.rid)
             number += 1
-            assert number < STEPS_AT_MOST, "the engine does not come to an end"
+            assert time.monotonic() < deadline, "the engine does not come to an end"
+            time.sleep(engine.idle_s(0.0005))
         assert engine.failed is None
         assert report.kv_used_blocks == 0
         self.num_preemptions += report.preemptions_total
         return answers
+
+
+@cache
+def grammar_compiler() -> GrammarCompiler:
+    """For the small models: id 0 ends, the others are the printable characters of ASCII."""
+    characters = {"Ġ" if code == 32 else chr(code): code - 31 for code in range(32, 127)}
+    assert len(characters) + 1 == VOCAB
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 0, "content": "<|end|>", "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        ],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {"<|end|>": 0} | characters, "merges": []},
+    }
+    return GrammarCompiler(json.dumps(tokenizer), VOCAB, [0])
 
 
 def _one_name(ids: bytes, parent: BlockName, block_size: int) -> list[BlockName]:

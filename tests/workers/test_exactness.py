@@ -16,11 +16,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from tests.workers.exactness import CASES, Answer, Conditions, Replica, Request
 from tests.workers.tiny_models import BLOCK_SIZE, VOCAB, make_hf, random_ids, weights_of
 from workers import runner as runner_module
-from workers.protocol import Sampling
+from workers.protocol import Grammar, Sampling
 from workers.quant import int8_works
 from workers.runner import TorchRunner
 
@@ -78,6 +79,13 @@ def replica(path: str) -> Replica:
 replicas = st.sampled_from(sorted(PATHS)).map(replica)
 
 
+GRAMMARS: Final = (
+    Grammar(LLMatcher.grammar_from_regex("[a-f]{3,9}")),
+    Grammar(LLMatcher.grammar_from_regex("[0-9]+( [A-Z]+)*"), after=40),
+    Grammar(LLMatcher.grammar_from_json_schema('{"type": "array", "items": {"enum": [1, "a", null]}, "maxItems": 4}')),
+)
+
+
 @st.composite
 def samplings(draw: st.DrawFn) -> Sampling:
     """Half of them plain, the others with anything that a client may ask for."""
@@ -104,6 +112,7 @@ def samplings(draw: st.DrawFn) -> Sampling:
         stop_token_ids=draw(st.lists(st.integers(0, VOCAB - 1), max_size=2)),
         logprobs=draw(st.integers(0, 8)),
         prompt_logprobs=draw(st.none() | st.integers(0, 3)),
+        grammar=draw(st.none() | st.sampled_from(GRAMMARS)),
         choice=draw(st.integers(0, 3)),
     )
 
@@ -170,10 +179,12 @@ def test_chunks_change_nothing(replica: Replica, request: Request, size: int, th
 
 @settings(max_examples=EXAMPLES)
 @given(replica=replicas, request=requests, before=st.builds(Request, prompts(), samplings(), salts), reach=st.data())
-def test_what_is_cached_changes_nothing(replica: Replica, request: Request, before: Request, reach: st.DataObject) -> None:
+def test_what_is_cached_changes_nothing(
+    replica: Replica, request: Request, before: Request, reach: st.DataObject
+) -> None:
     wanted = replica.alone(request)
     kept = reach.draw(st.integers(0, len(request.prompt)))
-    before = replace(before, prompt=[*request.prompt[:kept], *before.prompt])
+    before = changed(replace(before, prompt=[*request.prompt[:kept], *before.prompt]), grammar=None)
 
     _, found = replica.run([before, replace(request, arrives=MAX_ANSWER + 1)])
 
@@ -181,13 +192,16 @@ def test_what_is_cached_changes_nothing(replica: Replica, request: Request, befo
     readable = before.salt == request.salt and request.sampling.prompt_logprobs is None
     shared = common_prefix(before.prompt, request.prompt) // BLOCK_SIZE * BLOCK_SIZE
     assert found.cached_tokens == (min(most, shared) if readable else 0)
-    kind = "cache miss" if not found.cached_tokens else "cache hit" if found.cached_tokens == most else "partial cache hit"
+    kind = (
+        "cache miss" if not found.cached_tokens else "cache hit" if found.cached_tokens == most else "partial cache hit"
+    )
     check(kind, replica, found, wanted)
 
 
 @settings(max_examples=EXAMPLES)
 @given(replica=replicas, request=requests, more=st.integers(1, 40), turn=samplings())
 def test_the_next_turn_reads_what_decoding_wrote(replica: Replica, request: Request, more: int, turn: Sampling) -> None:
+    request = changed(request, grammar=None)
     first = replica.alone(request)
     talk = [*request.prompt, *first.ids]
     second = changed(Request([*talk, *random_ids(more, seed=11)], turn, request.salt), prompt_logprobs=None, logprobs=3)
@@ -208,7 +222,9 @@ def test_the_next_turn_reads_what_decoding_wrote(replica: Replica, request: Requ
 )
 def test_preemption_changes_nothing(replica: Replica, lengths: list[int], sampling: Sampling, budget: int) -> None:
     # Each grows into at least one block more, and there is none: the newest has to give up its own.
-    sampling = msgspec.structs.replace(sampling, max_tokens=MAX_ANSWER, ignore_eos=True, stop_token_ids=[], logprobs=2)
+    sampling = msgspec.structs.replace(
+        sampling, max_tokens=MAX_ANSWER, ignore_eos=True, stop_token_ids=[], grammar=None
+    )
     requests = [Request(random_ids(length, seed=20 + i), sampling) for i, length in enumerate(lengths)]
     wanted = [replica.alone(request) for request in requests]
     at_first = sum(length // BLOCK_SIZE + 1 for length in lengths)
@@ -295,7 +311,7 @@ def test_everything_at_once_changes_nothing(
     drawn: st.DataObject,
 ) -> None:
     wanted = [replica.alone(request) for request in requests]
-    told = [drawn.draw(st.integers(0, len(answer.ids) - 1)) for answer in wanted]
+    told = [drawn.draw(st.integers(0, max(0, len(answer.ids) - 1))) for answer in wanted]
     resumed = [
         replace(request, resume=answer.ids[:count], arrives=drawn.draw(st.integers(0, 9)))
         for request, answer, count in zip(requests, wanted, told, strict=True)
