@@ -9,15 +9,17 @@ what another one reads, and the pool's counts add up.
 from __future__ import annotations
 
 import json
+import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
 
 import msgspec
+import pytest
 import torch
 import xxhash
 
@@ -28,13 +30,22 @@ from workers.engine import Engine, RowResult, Runner, ScheduledSeq
 from workers.grammar import GrammarCompiler
 from workers.protocol import EngineInfo, FinishReason, Output, Sampling, Submit, TokenLogprob
 
-__all__ = ["CASES", "Answer", "Conditions", "Replica", "Request"]
+__all__ = ["CASES", "Answer", "Conditions", "Replica", "Request", "tell_cases"]
 
 DEADLINE_S: Final = 300.0
 """For one run; machines that test are busy."""
 
 CASES: Counter[tuple[str, str]] = Counter()
 """(property, path) → answers compared."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tell_cases() -> Iterator[None]:
+    """At the end of a long run, for docs/engine.md. Shown with ``pytest -s``."""
+    yield
+    if "WARMPATH_TESTS_CASES" in os.environ:
+        for (what, path), count in sorted(CASES.items()):
+            print(f"\n{what:36} {path:22} {count:9,}", end="")
 
 
 @dataclass(frozen=True, slots=True)

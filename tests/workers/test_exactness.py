@@ -7,7 +7,7 @@ edges of windows. ``WARMPATH_TESTS_CASES`` is how many examples each property ge
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Final
@@ -18,12 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from tests.workers.exactness import CASES, Answer, Conditions, Replica, Request
+from tests.workers.exactness import CASES, Answer, Conditions, Replica, Request, tell_cases
 from tests.workers.tiny_models import BLOCK_SIZE, VOCAB, make_hf, random_ids, weights_of
 from workers import runner as runner_module
 from workers.protocol import Grammar, Sampling
 from workers.quant import int8_works
 from workers.runner import TorchRunner
+
+__all__ = ["tell_cases"]  # a fixture
 
 EXAMPLES: Final = int(os.environ.get("WARMPATH_TESTS_CASES", "12"))
 
@@ -48,14 +50,6 @@ PATHS: Final = {
 MAX_ANSWER: Final = 24
 
 EDGES: Final = (1, 2, 15, 16, 17, 31, 32, 33, 99, 101, 255, 256, 257, 300, 511, 512, 513)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tell_cases() -> Iterator[None]:
-    yield
-    if "WARMPATH_TESTS_CASES" in os.environ:
-        for (what, path), count in sorted(CASES.items()):
-            print(f"{what:40} {path:24} {count:8,}")
 
 
 @cache
