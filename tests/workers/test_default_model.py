@@ -1,4 +1,4 @@
-"""The default model, real weights: in fp32 what `transformers` says, in int8 the same bits whatever happens around a request."""
+"""The default model, real weights: in fp32 what `transformers` says, in int8 the same bits whatever happens around it."""
 
 from __future__ import annotations
 
