@@ -11,6 +11,10 @@ from hypothesis import settings
 settings.register_profile("default", deadline=None)
 settings.load_profile("default")
 
+# Before torch is loaded, here or in a worker that a test starts: a thread that waits for another one must not burn the core
+# that this one needs. With spinning, two threads beside other work took 12 times the CPU time of one.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 REQUIRE_ALL = os.environ.get("WARMPATH_TESTS_REQUIRE_ALL") == "1"
 """Set in CI: a tool or model that cannot be had there is a failure."""
 

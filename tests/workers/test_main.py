@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,9 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from tests.default_model import default_model
+from tests.workers.gguf_writing import write_metadata
+from tests.workers.test_hub import publish
 from tests.workers.tiny_models import VOCAB, make_hf
 from workers.__main__ import _serve_command, parse_size
 
@@ -175,6 +179,43 @@ def test_a_model_that_cannot_be_served_ends_the_start_with_one_clear_line(tmp_pa
 
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert last_line_of(tmp_path, "--plan-only").startswith("Error: models of type 'gpt2' are not implemented")
+
+
+def test_a_gguf_file_that_cannot_be_served_ends_the_start_with_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+
+    write_metadata(path, {"tokenizer.ggml.model": "gpt2"})
+    assert last_line_of(path).startswith("Error: the file has no vocabulary")
+
+    path.write_bytes(path.read_bytes().replace(b"llama", b"mamba"))
+    assert last_line_of(path, "--plan-only").startswith("Error: GGUF models of type 'mamba' are not implemented")
+
+    path.write_bytes(path.read_bytes()[:-3])
+    assert last_line_of(path).startswith(f"Error: {path} is truncated")
+
+
+@pytest.mark.model
+def test_a_file_that_ends_within_its_weights_ends_the_start_with_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    with default_model().open("rb") as whole, path.open("wb") as cut:
+        cut.write(whole.read(60_000_000))
+
+    line = last_line_of(path, "--kv-memory", "64MiB")
+
+    assert line.startswith(f"Error: {path} is truncated: 60000000 bytes, tensor ")
+
+
+def test_a_default_model_with_another_hash_ends_the_start_with_one_clear_line(tmp_path: Path) -> None:
+    publish(tmp_path, b"GGUF of somebody else")
+    where = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "WARMPATH_CACHE": str(tmp_path / "cache")}
+
+    with worker("default", env=QUIET | where) as process:
+        out, log = process.communicate(timeout=60)
+
+    assert process.returncode == 1
+    assert out == ""
+    assert "Traceback" not in log
+    assert re.fullmatch(r"Error: \S+\.gguf has SHA-256 \w{64}, not \w{64}; it is not used", log.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
