@@ -26,7 +26,9 @@ from router.sandbox import parse_template, tojson
 try:
     import minijinja
 except ImportError:  # an optional extra: jinja2 can do it all
-    minijinja = None  # type: ignore[assignment]
+    _INSTALLED = False
+else:
+    _INSTALLED = True
 
 __all__ = ["NativeTemplate", "compile_native"]
 
@@ -85,7 +87,7 @@ class NativeTemplate:
 
 def compile_native(source: str) -> NativeTemplate | None:
     """None where minijinja is not installed or would not mean the same. `source` is one that jinja2 compiles."""
-    if minijinja is None or not _means_the_same(parse_template(source)):
+    if not _INSTALLED or not _means_the_same(parse_template(source)):
         return None
     try:
         return NativeTemplate(source)

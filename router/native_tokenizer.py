@@ -21,7 +21,9 @@ from tokenizers import AddedToken
 try:
     import fastokens
 except ImportError:  # an optional extra: `tokenizers` can do it all
-    fastokens = None  # type: ignore[assignment]
+    _INSTALLED = False
+else:
+    _INSTALLED = True
 
 __all__ = ["NativeTokenizer", "load_native"]
 
@@ -47,7 +49,7 @@ class NativeTokenizer:
     def encode(self, text: str) -> bytes | None:
         """Packed ids, with nothing added around them; None where `tokenizers` must say."""
         try:
-            packed, _ = self._tokenizer.encode_batch_flat([text])
+            packed: bytes = self._tokenizer.encode_batch_flat([text])[0]
         except Exception:  # half a surrogate pair; a pattern that reaches its limit
             return None
         return packed
@@ -70,7 +72,7 @@ def load_native(
 
     `special`: tokens to be added to those of the file. `added`: texts of all tokens that are looked for before others.
     """
-    if fastokens is None:
+    if not _INSTALLED:
         return None
     texts = list(_rehearsal_texts(vocabulary, added, decode))
     try:

@@ -10,6 +10,7 @@ sandbox. That keeps it from reaching out and from changing the request; it does 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, Final, Never
 
 import jinja2
@@ -19,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-__all__ = ["compile_template", "parse_template", "tojson"]
+__all__ = ["compile_template", "parse_template", "template_literals", "tojson"]
 
 
 def compile_template(source: str) -> jinja2.Template:
@@ -30,6 +31,13 @@ def compile_template(source: str) -> jinja2.Template:
 def parse_template(source: str) -> nodes.Template:
     """The source as a syntax tree. What jinja2 raises passes through."""
     return _ENVIRONMENT.parse(source)
+
+
+def template_literals(source: str) -> Iterator[str]:
+    """Every text that stands in a template as it is, or is quoted there."""
+    tree = parse_template(source)
+    yield from (node.data for node in tree.find_all(nodes.TemplateData))
+    yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
 
 
 class _Generation(Extension):

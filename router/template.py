@@ -9,7 +9,7 @@ Every template is compiled for jinja2, which defines what it means, and for mini
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from router.chat import Chat
 from router.native_template import NativeTemplate, compile_native
 from router.prompt_errors import PromptError, TokenizerError
 from router.rehearsal import rehearsal_chats
-from router.sandbox import compile_template
+from router.sandbox import compile_template, template_literals
 
 __all__ = ["ChatTemplate"]
 
@@ -43,6 +43,8 @@ class ChatTemplate:
         not compile.
         """
         self._templates = {name: _compiled(name, source) for name, source in sources.items()}
+        self.literals = "\0".join(literal for source in sources.values() for literal in template_literals(source))
+        """All that it may write of its own."""
         self._special_tokens = dict(special_tokens)
         self._native: dict[str, NativeTemplate] = {}
         if native:
@@ -61,8 +63,7 @@ class ChatTemplate:
         messages = chat.template_messages()
         if not chat.continue_final_message:
             return self._render(chat, messages, now)
-        messages[-1] = dict(messages[-1])
-        final_text = _mark_end(messages[-1])
+        messages[-1], final_text = _mark_end(messages[-1])
         return _cut_at_mark(self._render(chat, messages, now), final_text)
 
     @property
@@ -70,7 +71,7 @@ class ChatTemplate:
         """Whether minijinja renders it."""
         return bool(self._native)
 
-    def _render(self, chat: Chat, messages: list[dict[str, Any]], now: datetime) -> str:
+    def _render(self, chat: Chat, messages: list[Mapping[str, Any]], now: datetime) -> str:
         name = self._choose(chat)
         variables = self._variables(chat, messages, now)
         if name in self._native and (text := self._render_native(name, chat, variables)) is not None:
@@ -90,7 +91,7 @@ class ChatTemplate:
         except Exception as error:  # foreign code over a client's values: anything can come out
             raise PromptError(f"the chat template refuses this request: {str(error)[:_MAX_REASON_CHARS]}") from error
 
-    def _variables(self, chat: Chat, messages: list[dict[str, Any]], now: datetime) -> dict[str, Any]:
+    def _variables(self, chat: Chat, messages: list[Mapping[str, Any]], now: datetime) -> dict[str, Any]:
         # Later entries win: a client's variables over the model's, ours over both.
         return {
             **self._special_tokens,
@@ -136,7 +137,7 @@ def _compiled(name: str, source: str) -> jinja2.Template:
         raise TokenizerError(f"the chat template {name!r} does not compile: {error}") from error
 
 
-def _are_texts(messages: list[dict[str, Any]]) -> bool:
+def _are_texts(messages: Iterable[Mapping[str, Any]]) -> bool:
     for message in messages:
         for value in message.values():
             if type(value) is not str:
@@ -144,18 +145,16 @@ def _are_texts(messages: list[dict[str, Any]]) -> bool:
     return True
 
 
-def _mark_end(message: dict[str, Any]) -> str:
-    """Put the mark behind the last text of a message, and return that text."""
+def _mark_end(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The message with the mark behind its last text, and that text."""
     content = message.get("content")
     if isinstance(content, str):
-        message["content"] = content + _MARK
-        return content
+        return {**message, "content": content + _MARK}, content
     parts = list(content) if isinstance(content, list) else []
     for position, part in reversed(list(enumerate(parts))):
         if isinstance(part, Mapping) and isinstance(text := part.get("text"), str):
             parts[position] = {**part, "text": text + _MARK}
-            message["content"] = parts
-            return text
+            return {**message, "content": parts}, text
     raise PromptError("continue_final_message needs a final message with text")
 
 

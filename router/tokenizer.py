@@ -15,12 +15,13 @@ libraries let go of the interpreter lock while they encode.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, product
 from typing import Final
 
 from tokenizers import AddedToken, Tokenizer
 
+from router.escape import Escaper
 from router.native_tokenizer import load_native
 from router.prompt_errors import PromptError, TokenizerError
 from router.segments import Segments
@@ -54,18 +55,20 @@ class HFTokenizer:
         self.bos_id = next(iter(ids_of(named.get("bos_token"))), None)
         self.eos_ids = ids_of(named.get("eos_token"))
         added = self._tokenizer.get_added_tokens_decoder()
+        self.added_tokens = {token.content: token.special for token in added.values()}
         flagged = (token.content for token in added.values() if token.special)
         self.special_ids = ids_of(*named.values(), *config.unnamed_special_tokens, *flagged)
 
         self._frame = self._find_frame()
         self._segments = self._cut_by(added, cache_bytes)
+        self._as_text: dict[str, bytes] = {}
         self._native = None
         if native:
             self._native = load_native(
                 tokenizer_json,
                 special,
                 vocabulary,
-                [token.content for token in added.values()],
+                self.added_tokens,
                 self._encode_whole,
                 self._tokenizer.decode,
                 cache_bytes,
@@ -81,6 +84,40 @@ class HFTokenizer:
         ids = array("I")
         ids.frombytes(self._encode_framed(text) if add_special_tokens else self._encode(text))
         return ids
+
+    def encode_escaped(self, rendered: str, escaper: Escaper) -> array[int]:
+        """The ids of what a template wrote over a chat that `escaper` had marked. Raises PromptError."""
+        ids = array("I")
+        ids.frombytes(escaper.encode(rendered, self._encode_piece, self._encode_as_text))
+        return ids
+
+    def _encode_piece(self, text: str) -> bytes:
+        """As it is inside a longer text."""
+        return self._encode(text) if self._segments is not None else self._encode_after_line_end(text, self._encode)
+
+    def _encode_as_text(self, token: str) -> bytes:
+        """A token's name as if it named nothing."""
+        known = self._as_text.get(token)
+        if known is not None:
+            return known
+        packed = self._encode_after_line_end(token, self._encode_without_added)
+        if self._tokenizer.token_to_id(token) in array("I", packed):
+            raise PromptError("this model's tokenizer cannot write the name of a special token as text")
+        self._as_text[token] = packed
+        return packed
+
+    def _encode_after_line_end(self, text: str, encode: Callable[[str], bytes]) -> bytes:
+        """Some tokenizers put a space before the first word of a text: so transformers does here, and so do we."""
+        line_end = self._encode("\n")
+        packed = encode("\n" + text)
+        return packed[len(line_end) :] if packed.startswith(line_end) else encode(text)
+
+    def _encode_without_added(self, text: str) -> bytes:
+        """The library's steps one by one, but the one that looks for added tokens."""
+        normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        normalized = text if normalizer is None else normalizer.normalize_str(text)
+        words = [normalized] if splitter is None else [word for word, _ in splitter.pre_tokenize_str(normalized)]
+        return array("I", [token.id for word in words for token in self._tokenizer.model.tokenize(word)]).tobytes()
 
     def _encode(self, text: str) -> bytes:
         if self._native is not None and (packed := self._native.encode(text)) is not None:

@@ -193,6 +193,8 @@ class PromptField(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     prompt_ids: str = ""
     """base64 of u32le token ids; '' when the worker shall render and tokenize (several prompts in one body)."""
+    escape: bool = False
+    """Whether special tokens in the texts of messages are text, should the worker render them (`router.escape`)."""
     salt: str = ""
     seed: int | None = None
     request_id: str = ""
@@ -202,7 +204,8 @@ class PromptField(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Token ids → u32le bytes, the form that is hashed and sent."""
-    packed = array("I", ids)
+    # An array made of an array goes id by id, which takes longer than hashing them.
+    packed = ids[:] if isinstance(ids, array) and ids.typecode == "I" else array("I", ids)
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

@@ -28,9 +28,9 @@ class Encoder:
         self.prompter = prompter
         self._executor = executor
 
-    async def encode_chat(self, body: bytes) -> bytes:
-        """The rendered messages of a chat request."""
-        return await self._run(len(body), lambda: self._encode_chat(body))
+    async def encode_chat(self, body: bytes, *, escape: bool = False) -> bytes:
+        """The rendered messages of a chat request. `escape`: special tokens in their texts are text."""
+        return await self._run(len(body), lambda: self._encode_chat(body, escape))
 
     async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool) -> bytes:
         if not isinstance(prompt, str):
@@ -49,6 +49,6 @@ class Encoder:
         except PromptError as error:
             raise ApiError(400, "invalid_prompt", str(error)) from error
 
-    def _encode_chat(self, body: bytes) -> bytes:
+    def _encode_chat(self, body: bytes, escape: bool) -> bytes:
         # The date that a template may write is UTC's, as it is at the gateway: the same talk gives the same ids at both.
-        return pack_ids(self.prompter.encode_chat(chat_fields(body), datetime.now(UTC)))
+        return pack_ids(self.prompter.encode_chat(chat_fields(body), datetime.now(UTC), escape=escape))

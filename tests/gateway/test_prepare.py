@@ -31,7 +31,7 @@ def request(endpoint: Endpoint = "/v1/chat/completions", **fields: object) -> Ge
 async def prepare(
     executor: ThreadPoolExecutor, wanted: GenerationRequest, pool: Pool, salt: str = "s"
 ) -> PreparedPrompt:
-    prompters = Prompters(executor)
+    prompters = Prompters()
     await prompters.load(FILES)
     return await Preparer(prompters, executor).prepare(wanted, pool, salt)
 
