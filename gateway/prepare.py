@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 from gateway.openai import ApiError, GenerationRequest
 from router import BlockName, NameCache, Pool, Query, chunk_names, root_name
@@ -99,12 +99,11 @@ class Preparer:
                 text = canonical_text(request.fields())
                 names = chunk_names(text, root)
                 return PreparedPrompt(names, len(text) // BYTES_PER_TOKEN + 1, ids=None, escape=escape)
-            ids, single = _token_ids(request, prompter, escape)
+            packed, single = _packed_ids(request, prompter, escape)
         except PromptError as error:
             raise ApiError(400, "invalid_prompt", str(error)) from error
-        packed = pack_ids(ids)
         names = self._names.names(packed, root, pool.block_size)
-        return PreparedPrompt(names, len(ids), ids=encode_ids(packed) if single else None, escape=escape)
+        return PreparedPrompt(names, len(packed) // 4, ids=encode_ids(packed) if single else None, escape=escape)
 
 
 def _seconds(request: GenerationRequest, prompter: Prompter | None) -> float:
@@ -116,25 +115,25 @@ def _seconds(request: GenerationRequest, prompter: Prompter | None) -> float:
     return prompter.seconds(num_bytes, num_messages)
 
 
-def _token_ids(request: GenerationRequest, prompter: Prompter, escape: bool) -> tuple[Any, bool]:
-    """Ids to route by, and whether they are the whole prompt. A body with several prompts is routed by its first.
+def _packed_ids(request: GenerationRequest, prompter: Prompter, escape: bool) -> tuple[bytes, bool]:
+    """Ids as u32le to route by, and whether they are the whole prompt. A body with several prompts is routed by its first.
 
     `escape` is for messages: a plain prompt is written by who knows the model's tokens, and means them.
     """
     fields = request.fields()
     if request.is_chat:
-        return prompter.encode_chat(fields, now=datetime.now(UTC), escape=escape), True
+        return prompter.pack_chat(fields, now=datetime.now(UTC), escape=escape), True
     prompt = fields["prompt"]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         first, single = prompt[0], len(prompt) == 1
     else:
         first, single = prompt, True
     if isinstance(first, str):
-        return prompter.encode_text(first, fields.get("add_special_tokens") is not False), single
+        return prompter.pack_text(first, fields.get("add_special_tokens") is not False), single
     if (
         isinstance(first, list)
         and first
         and all(type(token) is int and 0 <= token <= prompter.max_id for token in first)
     ):
-        return first, single
+        return pack_ids(first), single
     raise PromptError("'prompt' must be a string, a list of strings, a list of token ids or a list of such lists.")

@@ -16,6 +16,7 @@ What jinja2 refuses and minijinja answers: comparing values of different kinds, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Never
 
@@ -50,12 +51,13 @@ _TESTS: Final = frozenset(
     {"defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "true", "false"}
 )
 
+_STRIPS: Final = re.compile(r"strip\s*\(\s*\)")
 _LOOP: Final = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length"})
 _AMBIGUOUS: Final = frozenset({*dir(str), *dir(list), *dir(dict)})
 """Where a value has such a key, jinja2 finds Python's method and minijinja the key."""
 
-_DOUBTFUL: Final = ("\ufffd", "\x1c", "\x1d", "\x1e", "\x1f")
-"""Half surrogates become U+FFFD on the way to Rust; the others are white space in Python only. In a text they raise doubt."""
+_WHITE_IN_PYTHON_ONLY: Final = ("\x1c", "\x1d", "\x1e", "\x1f")
+"""`strip` leaves them at minijinja. In its text they raise doubt."""
 
 
 class _Doubt(Exception):
@@ -69,6 +71,7 @@ class NativeTemplate:
         # Two of them, because asking about each printed value takes a fifth of the time, and most chats are only text.
         self._trusting = _environment(source, finalizer=None)
         self._asking = _environment(source, finalizer=_only_text)
+        self._strips = _STRIPS.search(source) is not None
 
     def render(self, variables: Mapping[str, Any], *, only_text: bool) -> str | None:
         """None where jinja2 must say. `only_text`: the messages hold nothing but texts, and there is nothing else.
@@ -82,7 +85,10 @@ class NativeTemplate:
             if getattr(error, "kind", "") == "OutOfFuel":
                 raise
             return None
-        return None if any(character in text for character in _DOUBTFUL) else text
+        # Half a surrogate pair becomes U+FFFD on the way to Rust. Looking for it costs nothing in a text of ASCII.
+        if "\ufffd" in text or (self._strips and any(character in text for character in _WHITE_IN_PYTHON_ONLY)):
+            return None
+        return text
 
 
 def compile_native(source: str) -> NativeTemplate | None:

@@ -17,6 +17,7 @@ no thread waits for another. What an encoding costs, and so where it is best don
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -29,6 +30,7 @@ from router.prompt_errors import PromptError, TokenizerError
 from router.template import ChatTemplate
 from router.tokenizer_files import TokenizerConfig, TokenizerFiles
 from router.trivial import CHAT_TEMPLATE, TrivialTokenizer
+from router.wire import unpack_ids
 
 __all__ = ["DEFAULT_CACHE_BYTES", "PromptError", "Prompter", "TokenizerError", "TokenizerFiles", "load_prompter"]
 
@@ -53,8 +55,10 @@ class Tokenizer(Protocol):
     def added_tokens(self) -> Mapping[str, bool]:
         """Texts that are tokens wherever they stand → whether they are special."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> array[int]: ...
-    def encode_escaped(self, rendered: str, escaper: Escaper) -> array[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
+        """Ids as u32 in the machine's byte order."""
+
+    def encode_escaped(self, rendered: str, escaper: Escaper) -> bytes: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
@@ -90,19 +94,31 @@ class Prompter:
         """
         return self._template.render(self._chat(body), now)
 
-    def encode_chat(self, body: Mapping[str, Any], now: datetime, *, escape: bool = False) -> array[int]:
-        """The ids of a chat completion request: nothing is added to what its template wrote. Raises PromptError.
+    def pack_chat(self, body: Mapping[str, Any], now: datetime, *, escape: bool = False) -> bytes:
+        """The ids of a chat completion request as u32le bytes, the form that is hashed and sent. Raises PromptError.
 
-        `escape`: a special token in the text of a message is text, and gives the ids of text.
+        Nothing is added to what its template wrote. `escape`: a special token in the text of a message is text, and gives the
+        ids of text.
         """
         if not escape:
-            return self._tokenizer.encode(self.render_chat(body, now), add_special_tokens=False)
+            return _little_endian(self._tokenizer.encode(self.render_chat(body, now), add_special_tokens=False))
         marked = self._escaper.mark(self._chat(body))
-        return self._tokenizer.encode_escaped(self._template.render(marked, now), self._escaper)
+        return _little_endian(self._tokenizer.encode_escaped(self._template.render(marked, now), self._escaper))
+
+    def pack_text(self, text: str, add_special_tokens: bool = True) -> bytes:
+        """The ids of a plain prompt as u32le bytes, with what the model wants around one unless told otherwise.
+
+        Raises PromptError.
+        """
+        return _little_endian(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_chat(self, body: Mapping[str, Any], now: datetime, *, escape: bool = False) -> array[int]:
+        """`pack_chat` as numbers."""
+        return unpack_ids(self.pack_chat(body, now, escape=escape))
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> array[int]:
-        """The ids of a plain prompt, with what the model wants around one unless told otherwise. Raises PromptError."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        """`pack_text` as numbers."""
+        return unpack_ids(self.pack_text(text, add_special_tokens))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of these ids. Bytes that are no whole character come out as U+FFFD, ids without a meaning as nothing.
@@ -125,6 +141,14 @@ class Prompter:
                 if special or (text in literals and not text.isspace())
             ]
         )
+
+
+def _little_endian(packed: bytes) -> bytes:
+    if sys.byteorder == "little":
+        return packed
+    ids = array("I", packed)
+    ids.byteswap()
+    return ids.tobytes()
 
 
 def load_prompter(files: TokenizerFiles, cache_bytes: int = DEFAULT_CACHE_BYTES, *, native: bool = True) -> Prompter:

@@ -8,6 +8,8 @@ them, and load finds out which can be gone:
 - `tokenizers` on the whole text, where a cut would change an id: some tokenizers prefix only the first word of a text, and some
   special tokens swallow the spaces beside them.
 
+Ids come packed, as u32 in the machine's byte order from end to end.
+
 The segment caches apart, which are made for it, nothing changes after construction: any thread may call anything. The
 libraries let go of the interpreter lock while they encode.
 """
@@ -79,17 +81,18 @@ class HFTokenizer:
         """Whether fastokens finds its ids."""
         return self._native is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
+    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
         """`add_special_tokens` adds what tokenizer.json says goes around a text. Raises PromptError."""
-        ids = array("I")
-        ids.frombytes(self._encode_framed(text) if add_special_tokens else self._encode(text))
-        return ids
+        if not add_special_tokens:
+            return self._encode(text)
+        if self._frame is None:
+            return self._encode_whole([text], add_special_tokens=True)[0]
+        before, after = self._frame
+        return before + self._encode(text) + after
 
-    def encode_escaped(self, rendered: str, escaper: Escaper) -> array[int]:
+    def encode_escaped(self, rendered: str, escaper: Escaper) -> bytes:
         """The ids of what a template wrote over a chat that `escaper` had marked. Raises PromptError."""
-        ids = array("I")
-        ids.frombytes(escaper.encode(rendered, self._encode_piece, self._encode_as_text))
-        return ids
+        return escaper.encode(rendered, self._encode_piece, self._encode_as_text)
 
     def _encode_piece(self, text: str) -> bytes:
         """As it is inside a longer text."""
@@ -125,12 +128,6 @@ class HFTokenizer:
         if self._segments is not None:
             return self._segments.encode(text)
         return self._encode_whole([text])[0]
-
-    def _encode_framed(self, text: str) -> bytes:
-        if self._frame is None:
-            return self._encode_whole([text], add_special_tokens=True)[0]
-        before, after = self._frame
-        return before + self._encode(text) + after
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         try:

@@ -9,7 +9,6 @@ characters apart.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -48,14 +47,14 @@ class TrivialTokenizer:
     special_ids: frozenset[int] = frozenset({EOS_ID})
     added_tokens: Mapping[str, bool] = MappingProxyType({})
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
+    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
         try:
             data = text.encode()
         except UnicodeEncodeError as error:
             raise PromptError("the prompt has half of a surrogate pair, which is no character") from error
-        return unpack_ids(data + bytes(-len(data) % _ID_BYTES))
+        return unpack_ids(data + bytes(-len(data) % _ID_BYTES)).tobytes()
 
-    def encode_escaped(self, rendered: str, escaper: Escaper) -> array[int]:
+    def encode_escaped(self, rendered: str, escaper: Escaper) -> bytes:
         """No text has a special id here, marked or not."""
         return self.encode(rendered, add_special_tokens=False)
 

@@ -204,8 +204,7 @@ class PromptField(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Token ids → u32le bytes, the form that is hashed and sent."""
-    # An array made of an array goes id by id, which takes longer than hashing them.
-    packed = ids[:] if isinstance(ids, array) and ids.typecode == "I" else array("I", ids)
+    packed = array("I", ids)
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

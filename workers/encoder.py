@@ -35,7 +35,7 @@ class Encoder:
     async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool) -> bytes:
         if not isinstance(prompt, str):
             return pack_ids(prompt)
-        return await self._run(len(prompt), lambda: pack_ids(self.prompter.encode_text(prompt, add_special_tokens)))
+        return await self._run(len(prompt), lambda: self.prompter.pack_text(prompt, add_special_tokens))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text with its special tokens, so that encoding it again gives the ids."""
@@ -51,4 +51,4 @@ class Encoder:
 
     def _encode_chat(self, body: bytes, escape: bool) -> bytes:
         # The date that a template may write is UTC's, as it is at the gateway: the same talk gives the same ids at both.
-        return pack_ids(self.prompter.encode_chat(chat_fields(body), datetime.now(UTC), escape=escape))
+        return self.prompter.pack_chat(chat_fields(body), datetime.now(UTC), escape=escape)
