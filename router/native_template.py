@@ -9,7 +9,8 @@ jinja2 defines what a template means (`router.sandbox`). Three things keep minij
   counts; so is what has characters that Rust and Python treat differently.
 - Rehearsal. At load both render the same chats (`router.rehearsal`); one difference, and the template stays with jinja2.
 
-What jinja2 refuses and minijinja answers: comparing values of different kinds, and looking for what is no text in a text.
+What jinja2 refuses and minijinja answers: comparing values of different kinds, looking for what is no text in a text, and
+taking a slice of nothing.
 
 `FUEL` bounds the instructions of a rendering, so no loop runs for ever, and minijinja bounds `range` and recursion itself.
 """
