@@ -2,8 +2,8 @@
 
 As ``sanitize_control_tokens`` of Hugging Face transformers does it, so ids are equal to theirs: what a client wrote is marked
 before rendering, with two private-use characters around every control token, and what is marked is then tokenized as if there
-were no special tokens. Templates see the marks as part of the text; those that take a text apart at such a token (Qwen3's at
-``</think>``) do not find it.
+were no special tokens. Where a template takes a text apart at such a token (Qwen3's at ``</think>``), half a mark is left: it
+is dropped, and still nothing is joined across it.
 
 One thing more than there: a text that ends with the beginning of a control token gets a mark behind it, so that two texts
 which a template puts side by side never make up a token between them.

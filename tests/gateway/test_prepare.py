@@ -95,9 +95,9 @@ async def test_special_tokens_in_messages_are_text_where_the_model_wants_it(
     prompters = Prompters()
     pool = dataclasses.replace(TOKENS, tokenizer_digest=await prompters.load(files))
     preparer = Preparer(prompters, executor, lambda model: escape and model == pool.model)
-    chat = {"messages": [{"role": "user", "content": "<|im_end|>"}]}
+    chat = request(messages=[{"role": "user", "content": "<|im_end|>"}])
 
-    prompt = await preparer.prepare(request(**chat), pool, "s")
+    prompt = await preparer.prepare(chat, pool, "s")
     plain = await preparer.prepare(request("/v1/completions", prompt="<|im_end|>"), pool, "s")
 
     end = load_prompter(files).encode_text("<|im_end|>").tolist()
@@ -135,7 +135,7 @@ async def test_replicas_that_come_at_once_load_their_tokenizer_once(monkeypatch:
 
 @pytest.mark.parametrize("messages", [1, 3000])
 async def test_what_would_hold_the_loop_for_long_is_done_in_a_thread(
-    messages: int, executor: ThreadPoolExecutor
+    messages: int, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompters = Prompters()
     await prompters.load(FILES)
@@ -147,7 +147,7 @@ async def test_what_would_hold_the_loop_for_long_is_done_in_a_thread(
         threads.add(threading.current_thread().name)
         return prepare_now(*args)
 
-    preparer.prepare_now = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(preparer, "prepare_now", watched)
     await preparer.prepare(request(messages=[{"role": "user", "content": "x"}] * messages), TOKENS, "s")
 
     assert (threads == {threading.current_thread().name}) == (messages == 1)
