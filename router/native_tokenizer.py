@@ -50,7 +50,9 @@ class NativeTokenizer:
         """Packed ids, with nothing added around them; None where `tokenizers` must say."""
         try:
             packed: bytes = self._tokenizer.encode_batch_flat([text])[0]
-        except Exception:  # half a surrogate pair; a pattern that reaches its limit
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # half a surrogate pair; a pattern that reaches its limit; Rust's panics are no Exception
             return None
         return packed
 

@@ -86,3 +86,19 @@ def test_without_fastokens_all_is_left_to_the_library(monkeypatch: pytest.Monkey
 def test_what_it_refuses_later_is_for_the_library_to_say() -> None:
     with pytest.raises(PromptError, match="surrogate"):
         load().encode("\ud83d", add_special_tokens=False)
+
+
+def test_a_panic_of_its_is_for_the_library_to_answer() -> None:
+    class PanicException(BaseException):
+        """As pyo3's."""
+
+    class Panicking:
+        def encode_batch_flat(self, texts: object) -> None:
+            raise PanicException
+
+    tokenizer = load()
+    expected = tokenizer.encode("the fox", add_special_tokens=False)
+    assert tokenizer._native is not None
+    tokenizer._native._tokenizer = Panicking()
+
+    assert tokenizer.encode("the fox", add_special_tokens=False) == expected
