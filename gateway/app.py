@@ -93,8 +93,8 @@ def build_gateway(settings: Settings) -> Gateway:
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
     router = Router(settings.routing.router_settings)
     upstream = Http1Upstream()
-    prompters = Prompters(executor)
-    preparer = Preparer(prompters, executor)
+    prompters = Prompters()
+    preparer = Preparer(prompters, executor, settings.prompts.escapes)
     watcher = Watcher(router, upstream, prompters, clock=clock)
     registry = Registry(
         router,

@@ -262,7 +262,11 @@ class Dispatcher:
         extra: dict[str, Any] = {}
         if spec.kind == "warmpath":
             extra["warmpath"] = PromptField(
-                prompt_ids=job.prompt.ids or "", salt=job.salt, seed=job.seed, request_id=job.request_id
+                prompt_ids=job.prompt.ids or "",
+                escape=job.prompt.escape,
+                salt=job.salt,
+                seed=job.seed,
+                request_id=job.request_id,
             )
         return UpstreamRequest(
             method="POST",

@@ -41,6 +41,7 @@ __all__ = [
     "AdminSettings",
     "LeaseSettings",
     "LimitSettings",
+    "PromptSettings",
     "RegistrySettings",
     "ReplicaSettings",
     "RoutingGroup",
@@ -77,6 +78,7 @@ def _parse_ports(value: object) -> PortRange:
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+SpecialTokens = Literal["parse", "escape"]
 Secret = Annotated[SecretStr | None, BeforeValidator(_unless_masked)]
 """None when not given, and when it is the mask: printed settings can be loaded again, without pretending to a secret."""
 Ports = Annotated[PortRange, PlainValidator(_parse_ports), PlainSerializer(str, return_type=str)]
@@ -223,6 +225,19 @@ class RegistrySettings(_Group):
         return AllowList(self.networks, self.ports)
 
 
+class PromptSettings(_Group):
+    """How messages become token ids. Of own workers only: other replicas get the client's bytes and do it their way."""
+
+    special_tokens_in_text: SpecialTokens = "parse"
+    """What a special token is in the text of a message. parse: that token, as in transformers and vLLM. escape: text, so
+    that nobody who writes a message can end it, or speak as the system."""
+    models: dict[Annotated[str, AfterValidator(checked_model)], SpecialTokens] = {}
+    """The same for single models, where it is not that."""
+
+    def escapes(self, model: str) -> bool:
+        return self.models.get(model, self.special_tokens_in_text) == "escape"
+
+
 class Settings(_Group):
     server: ServerSettings = ServerSettings()
     admin: AdminSettings = AdminSettings()
@@ -230,6 +245,7 @@ class Settings(_Group):
     """Keys and secrets. One gateway owns it."""
     replicas: tuple[ReplicaSettings, ...] = ()
     routing: RoutingGroup = RoutingGroup()
+    prompts: PromptSettings = PromptSettings()
     stream: StreamSettings = StreamSettings()
     limits: LimitSettings = LimitSettings()
     leases: LeaseSettings = LeaseSettings()

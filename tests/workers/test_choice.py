@@ -2,6 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.trivial import EOS_ID, TrivialTokenizer
+from router.wire import unpack_ids
 from workers.choice import Choice
 from workers.protocol import FinishReason, Output
 
@@ -11,7 +12,7 @@ def decode(ids: object) -> str:
 
 
 def ids_of(text: str) -> list[int]:
-    return TrivialTokenizer().encode(text, add_special_tokens=False).tolist()
+    return unpack_ids(TrivialTokenizer().encode(text, add_special_tokens=False)).tolist()
 
 
 def output(ids: list[int], finish_reason: FinishReason | None = None, cached_tokens: int = 0) -> Output:
