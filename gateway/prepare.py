@@ -14,7 +14,7 @@ from typing import Any, Final
 from gateway.openai import ApiError, GenerationRequest
 from router import BlockName, Pool, Query, block_names, chunk_names, root_name
 from router.prompt import Prompter, PromptError, TokenizerFiles, load_prompter
-from router.text_key import BYTES_PER_TOKEN, canonical_text
+from router.text_key import canonical_text
 from router.wire import encode_ids, pack_ids
 
 __all__ = ["PreparedPrompt", "Preparer", "Prompters"]
@@ -30,6 +30,8 @@ class PreparedPrompt:
     """Exact in a token pool, an estimate from bytes in a text pool."""
     ids: str | None
     """base64 of the u32le ids, for own workers; None when the replica renders and tokenizes itself."""
+    num_bytes: int = 0
+    """Of its canonical text, in a text pool."""
 
     def query(self, request: GenerationRequest, exclude: frozenset[str] = frozenset()) -> Query:
         """What to ask the router. `exclude`: replicas that were tried already."""
@@ -37,6 +39,7 @@ class PreparedPrompt:
             model=request.model,
             names=self.names,
             num_tokens=self.num_tokens,
+            num_bytes=self.num_bytes,
             exclude=exclude,
             streamed=request.stream,
         )
@@ -79,7 +82,8 @@ class Preparer:
         try:
             if prompter is None:
                 text = canonical_text(request.fields())
-                return PreparedPrompt(chunk_names(text, root), len(text) // BYTES_PER_TOKEN + 1, ids=None)
+                num_tokens = int(len(text) / pool.bytes_per_token) + 1
+                return PreparedPrompt(chunk_names(text, root), num_tokens, ids=None, num_bytes=len(text))
             ids, single = _token_ids(request, prompter)
         except PromptError as error:
             raise ApiError(400, "invalid_prompt", str(error)) from error

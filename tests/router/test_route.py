@@ -524,7 +524,8 @@ def test_what_comes_late_for_a_replica_that_left_is_ignored() -> None:
     router.busy("r0", 9.0)
     router.events_lost("r0", 0.0)
     router.apply("r0", load(), 0.0)
-    router.apply_snapshot("r0", [hello()], 0.0)
+    router.apply_snapshot("r0", hello(), 0.0)
+    router.end_snapshot("r0")
     router.answered(reservation, 0.0)
     router.finish(reservation, 0.0, Outcome.OK, 0)
 
