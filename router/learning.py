@@ -69,20 +69,17 @@ class Pace:
     """Seconds to first byte = `fixed_s` + uncached tokens ÷ `tok_s`, for a prompt that was computed alone.
 
     A line through the samples by least squares of relative errors, older samples counting less and less (recursive least
-    squares with exponential forgetting: Haykin, Adaptive Filter Theory, ch. 10). The prior stands in it as a sample of each
-    parameter: the rate's is forgotten like others, the fixed cost's is kept, because prompts of one length say nothing of it.
+    squares with exponential forgetting: Haykin, Adaptive Filter Theory, ch. 10). The priors stay in it with a small weight,
+    because prompts of one length leave open which of the two is wrong: then it is the one that has to change by less.
     """
 
     def __init__(self, fixed_s: float, tok_s: float) -> None:
         self.fixed_s = fixed_s
         self.tok_s = min(max(tok_s, MIN_TOK_S), MAX_TOK_S)
         self.samples = 0
-        self._prior_fixed_s = fixed_s
-        self._fixed_weight = _PRIOR_WEIGHT / max(fixed_s, 0.005) ** 2
-        slope = 1 / self.tok_s
+        self._prior_fixed_s, self._prior_slope = fixed_s, 1 / self.tok_s
         # Weighted sums over the samples (x tokens, y seconds): of 1, x, x², y and x·y.
-        self._w, self._wx, self._wxx = 0.0, 0.0, _PRIOR_WEIGHT / slope**2
-        self._wy, self._wxy = 0.0, _PRIOR_WEIGHT / slope
+        self._w = self._wx = self._wxx = self._wy = self._wxy = 0.0
 
     def seconds(self, tokens: float) -> float:
         """What it should take to compute so many."""
@@ -93,7 +90,7 @@ class Pace:
             return
         expected = max(self.seconds(tokens), _MIN_S)
         y = min(max(seconds, expected / _LEAP, _MIN_S), expected * _LEAP)
-        x = float(min(tokens, 1 << 24)) + 1  # some work is done even when all is cached, and no sum may stay 0
+        x = float(min(tokens, 1 << 24))
         weight = max(y, expected) ** -2  # a slow odd sample must not outweigh the rest, nor must a fast one
         self._w = self._w * _KEPT + weight
         self._wx = self._wx * _KEPT + weight * x
@@ -104,15 +101,19 @@ class Pace:
         self._solve()
 
     def _solve(self) -> None:
-        w = self._w + self._fixed_weight
-        wy = self._wy + self._fixed_weight * self._prior_fixed_s
-        square = w * self._wxx
-        determinant = square - self._wx**2  # above 0, for the prior of the fixed cost has x = 0; but floats are finite
-        fixed_s = (wy * self._wxx - self._wx * self._wxy) / determinant if determinant > 1e-9 * square else self.fixed_s
-        fixed_s = max(fixed_s, 0.0)
-        slope = (self._wxy - fixed_s * self._wx) / self._wxx
-        slope = min(max(slope, 1 / MAX_TOK_S), 1 / MIN_TOK_S)
-        self.fixed_s, self.tok_s = fixed_s, 1 / slope
+        # Weights by what is believed now, not by the prior: one that is far too small would count for far too much.
+        fixed_weight = _PRIOR_WEIGHT / max(self.fixed_s, 0.005) ** 2
+        slope_weight = _PRIOR_WEIGHT * self.tok_s**2
+        w, wx = self._w + fixed_weight, self._wx
+        wxx = self._wxx + slope_weight
+        wy = self._wy + fixed_weight * self._prior_fixed_s
+        wxy = self._wxy + slope_weight * self._prior_slope
+        square = w * wxx
+        determinant = square - wx**2  # above 0, because each prior bears on one of the two alone; but floats are finite
+        if determinant > 1e-9 * square:
+            self.fixed_s = max((wy * wxx - wx * wxy) / determinant, 0.0)
+        slope = (wxy - self.fixed_s * wx) / wxx
+        self.tok_s = 1 / min(max(slope, 1 / MAX_TOK_S), 1 / MIN_TOK_S)
 
 
 class CacheSize:

@@ -151,7 +151,11 @@ class Members:
         predicted, bound = reservation.matched_in(prompt_tokens), self.capacity_of(replica)
         if predicted - cached > max(_LEAST_MISSING_BLOCKS * block, _MISSING_SHARE * predicted):
             if reservation.last_sent is not None:
-                replica.cache_size.missed(replica.holding.expected_since(reservation.last_sent), bound)
+                # How many blocks were used since the first one that is gone: its own later ones and new ones were not.
+                new = len(reservation.names) * reservation.uncached_tokens // reservation.prompt_tokens
+                gone = int((predicted - cached) / block)
+                used_since = replica.holding.expected_since(reservation.last_sent) - new - gone
+                replica.cache_size.missed(max(used_since, 0), bound)
         elif (
             cached - predicted > max(_LEAST_MISSING_BLOCKS * block, (prompt_tokens - predicted) / 2)
             and replica.holding.expected >= bound
