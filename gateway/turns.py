@@ -1,6 +1,6 @@
 """Work on the event loop in small turns: what a fleet of replicas says at once must not hold up requests.
 
-Applying an event frame is plain computing on the loop's thread, and a snapshot of 65,000 blocks is 20 ms of it. So those
+Applying an event frame is plain computing on the loop's thread, and a snapshot of 65,000 blocks is 20 to 50 ms of it. So those
 who apply frames take turns: one at a time, in order of arrival, each for about `TURN_S`. All of them together get a third of
 the loop's time; whoever overdraws it makes the next one wait. A frame that comes alone, as nearly all do, waits for nothing.
 """

@@ -45,7 +45,7 @@ _LONGEST_RETRY_S: Final = 5.0
 _MAX_TOKENIZER_BYTES: Final = 64 << 20
 _MAX_MODELS_BYTES: Final = 1 << 20
 _MAX_SNAPSHOT_FRAMES: Final = 1024
-"""Of 58,000 names each: far more than a replica that is followed can hold."""
+"""Of 7,000 names each: far more than a replica that is followed can hold."""
 
 
 class _Lost(Exception):

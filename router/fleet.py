@@ -142,8 +142,11 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """None when neither reported nor learned."""
     fixed_s: float | None
     """What a prompt costs there even when all of it is cached; None when not learned."""
-    learned_blocks: int | None
-    """What its cache was found to hold, where it does not tell; None as long as nothing contradicted the prior."""
+    bytes_per_token: float | None
+    """Of its pool's text, as learned; None where tokens are known."""
+    capacity_tokens: int
+    """What its cache is taken to hold: as it says, else as learned, else the prior."""
+    capacity_learned: bool
     confirmed_blocks: int
     expected_blocks: int
     indexed: bool
@@ -248,7 +251,7 @@ class Replica:
         step_s = load.step_ms / 1000
         if self.hello is None or not 0 < step_s < 60:
             return self.settings.running_s
-        return step_s / max(self.hello.max_num_seqs, 1)
+        return max(step_s / max(self.hello.max_num_seqs, 1), self.settings.running_s)
 
     # -- promises
 
@@ -367,7 +370,8 @@ class Replica:
         share = 1 - (reservation.clean_s - self.pace.fixed_s) / anew_s
         return round(min(max(share, 0.0), 1.0) * prompt_tokens)
 
-    def view(self) -> ReplicaView:
+    def view(self, *, bytes_per_token: float | None = None, capacity_tokens: int = 0) -> ReplicaView:
+        """What only its pool knows is given."""
         return ReplicaView(
             id=self.id,
             spec=msgspec.structs.replace(self.spec, credential=""),
@@ -387,7 +391,9 @@ class Replica:
             hello=self.hello,
             prefill_tok_s=self.rate,
             fixed_s=self.fixed_s,
-            learned_blocks=self.cache_size.blocks,
+            bytes_per_token=bytes_per_token,
+            capacity_tokens=capacity_tokens,
+            capacity_learned=not self.capacity_blocks and self.cache_size.blocks is not None,
             confirmed_blocks=self.holding.confirmed,
             expected_blocks=self.holding.expected,
             indexed=self.indexed,

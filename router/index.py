@@ -9,7 +9,7 @@ Operations and their cost, for a prompt of n blocks and R replicas:
 - `leave`, `clear`: O(what that replica holds).
 - `drop_oldest`: O(1) an entry that goes.
 
-One dict maps a name to a bit mask of replicas; beside it each replica keeps its own names, so that it can leave without a
+A dict (in `_SHARDS` parts, because one of 500,000 names takes 15 ms to grow) maps a name to a bit mask of replicas; beside it each replica keeps its own names, so that it can leave without a
 walk over everybody's. A name is held because events *confirmed* it or because it is *expected*; the mask does not tell
 these apart, so a match costs one look-up a step. An entry takes at most `ENTRY_BYTES`, name included, and on average much
 less: 90-120 bytes when confirmed and 140-195 when expected by one replica, 40 and 100 for each of many (CPython 3.11).
@@ -27,6 +27,7 @@ every entry is still counted once and dropped once.
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -38,12 +39,16 @@ ENTRY_BYTES: Final = 220
 """The most that one block of one replica costs here: its dicts have just grown, nobody else holds it, names are not shared.
 Measured by `python -m tests.router.bench_memory`."""
 
+_SHARDS: Final = 256
+_SHARD_BITS: Final = _SHARDS - 1
+"""Names are hashes, so their last bits are as good as any."""
+
 
 @dataclass(slots=True)
 class Room:
     """Entries (a block that a replica holds) in all indexes together, and how many there may be."""
 
-    limit: float = math.inf
+    limit: int = sys.maxsize
     used: int = 0
 
 
@@ -86,13 +91,13 @@ class Holding:
 class Index:
     def __init__(self, room: Room | None = None) -> None:
         self.room = Room() if room is None else room
-        self._masks: dict[int, int] = {}
+        self._shards: tuple[dict[int, int], ...] = tuple({} for _ in range(_SHARDS))
         self._free_slots: list[int] = []
         self._slots = 0
 
     def __len__(self) -> int:
         """Number of different blocks that anybody holds."""
-        return len(self._masks)
+        return sum(map(len, self._shards))
 
     def join(self) -> Holding:
         if self._free_slots:
@@ -115,7 +120,7 @@ class Index:
 
     def store(self, holding: Holding, names: Iterable[int]) -> None:
         """Events say that it holds these; what was expected is now known."""
-        masks, bit, confirmed, expected = self._masks, holding._bit, holding._confirmed, holding._expected
+        shards, bit, confirmed, expected = self._shards, holding._bit, holding._confirmed, holding._expected
         before = len(confirmed) + len(expected)
         for name in names:
             if name in confirmed:
@@ -123,6 +128,7 @@ class Index:
             confirmed.add(name)
             if expected.pop(name, None) is None:
                 # `bit` itself for a first holder: a new number would take 32 bytes more.
+                masks = shards[name & _SHARD_BITS]
                 held = masks.get(name)
                 masks[name] = bit if held is None else held | bit
         self.room.used += len(confirmed) + len(expected) - before
@@ -140,7 +146,7 @@ class Index:
         be larger than every one before it. The walk goes from the leaf to the first confirmed block: the blocks before that
         one are confirmed too.
         """
-        masks, bit, confirmed, expected = self._masks, holding._bit, holding._confirmed, holding._expected
+        shards, bit, confirmed, expected = self._shards, holding._bit, holding._confirmed, holding._expected
         before, last_sent = len(expected), None
         for name in reversed(names):
             if name in confirmed:
@@ -150,6 +156,7 @@ class Index:
                     last_sent = expected[name]
                 expected.move_to_end(name)
             else:
+                masks = shards[name & _SHARD_BITS]
                 held = masks.get(name)
                 masks[name] = bit if held is None else held | bit
             expected[name] = stamp
@@ -196,8 +203,8 @@ class Index:
         count = len(names) if limit is None else min(len(names), limit)
         if count <= 0:
             return {}
-        masks = self._masks
-        first = masks.get(names[0], 0)
+        shards = self._shards
+        first = shards[names[0] & _SHARD_BITS].get(names[0], 0)
         if not first:
             return {}
         depths: dict[int, int] = {}
@@ -216,7 +223,8 @@ class Index:
                     lost ^= bit
                 continue
             middle = (low + high) // 2
-            between = masks.get(names[middle], 0) & here
+            name = names[middle]
+            between = shards[name & _SHARD_BITS].get(name, 0) & here
             ranges.append((low, here, middle, between))
             ranges.append((middle, between, high, there & between))
         return depths
@@ -224,8 +232,9 @@ class Index:
     def _drop(self, holding: Holding, names: Collection[int]) -> None:
         """These left one of its collections. A name is never in both: what is confirmed is not expected any more."""
         self.room.used -= len(names)
-        masks, bit = self._masks, holding._bit
+        shards, bit = self._shards, holding._bit
         for name in names:
+            masks = shards[name & _SHARD_BITS]
             left = masks[name] ^ bit
             if left:
                 masks[name] = left

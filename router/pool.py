@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from router.blocks import BLOCK_SIZE, CHUNK_BYTES, matchable_blocks
-from router.fleet import Replica, Reservation
+from router.fleet import Replica, ReplicaView, Reservation
 from router.index import Index, Room
 from router.learning import Density
 from router.settings import RoutingSettings
@@ -100,6 +100,12 @@ class Members:
             return replica.capacity_blocks
         learned = replica.cache_size.blocks
         return int(self._settings.learned_tokens / self.block_tokens) if learned is None else learned
+
+    def view(self, replica: Replica) -> ReplicaView:
+        return replica.view(
+            bytes_per_token=self.density.bytes_per_token if self.record.key_space == "text" else None,
+            capacity_tokens=int(self.capacity_of(replica) * self.block_tokens),
+        )
 
     def misfit(self, hello: Hello) -> str:
         """Why a replica with this greeting cannot serve the pool; '' when it can."""

@@ -163,7 +163,7 @@ class Router:
         return self._known(replica_id).spec
 
     def replicas(self) -> list[ReplicaView]:
-        return [replica.view() for replica in self._replicas.values()]
+        return [self._pools[replica.spec.model].view(replica) for replica in self._replicas.values()]
 
     def models(self) -> list[str]:
         return [model for model in self._pools if model]
@@ -380,7 +380,7 @@ class Router:
             oldest = min(self._replicas.values(), key=lambda replica: replica.holding.oldest_stamp)
             if not oldest.holding.expected:
                 return
-            self._pools[oldest.spec.model].index.drop_oldest(oldest.holding, int(room.used - room.limit))
+            self._pools[oldest.spec.model].index.drop_oldest(oldest.holding, room.used - room.limit)
 
     def _greet(self, replica: Replica, hello: Hello) -> Sync:
         if not self._fits(replica, hello):

@@ -30,8 +30,10 @@ class RoutingSettings:
     """What a prompt costs even when all of it is cached, until it was learned of a replica that does not tell."""
     bytes_per_token: float = 4.0
     """Bytes of text a token stands for where tokens are unknown, until it was learned: English in current vocabularies."""
-    running_s: float = 0.0005
-    """What each running decode adds to a new prompt's wait where the replica does not report its step time."""
+    running_s: float = 0.002
+    """What each running decode adds to a new prompt's wait, at least. A step delays a prompt by less; the rest stands for
+    what prefill and a fuller batch cost those who are being answered. With less, a nearly idle fleet sends everything to
+    where the common system prompt is (docs/routing.md)."""
     w_per_wait_s: float = 8.0
     """How much w rises with each second that even the least busy replica would let a prompt wait. With 2 a fleet near
     saturation gave up too much of its cache (docs/routing.md); with 20 a half busy one waits for the cache too long."""

@@ -44,10 +44,11 @@ __all__ = [
 HASH_SCHEME: Final = "xxh3-64/1"
 """Name and version of the block naming scheme (`router.blocks`); replica and gateway must agree on it."""
 
-MAX_FRAME_BYTES: Final = 1 << 20
+MAX_FRAME_BYTES: Final = 256 << 10
 """A replica is untrusted input: a longer frame ends the stream. A snapshot is cut into batches well below this."""
-MAX_FRAME_NAMES: Final = 1 << 16
-"""Names (of blocks and of requests) in a frame: what the index takes in within 10 ms. An engine step changes far fewer."""
+MAX_FRAME_NAMES: Final = 1 << 14
+"""Names (of blocks and of requests) in a frame: what the index takes in within 10 ms. An engine step changes far fewer: so
+many blocks are 262,144 tokens."""
 
 _LENGTH_BYTES: Final = 4
 

@@ -75,9 +75,9 @@ def test_how_much_its_cache_holds(wrong_by: float, reports_cached: bool, seed: i
 
     talk_to(fleet, seed=seed)
 
-    blocks = found(fleet).learned_blocks
-    assert blocks is not None
-    assert blocks * 64 == pytest.approx(100_000, rel=0.2)
+    view = found(fleet)
+    assert view.capacity_learned
+    assert view.capacity_tokens == pytest.approx(100_000, rel=0.2)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -90,5 +90,4 @@ def test_all_of_it_at_once(seed: int) -> None:
 
     view = found(fleet)
     assert view.prefill_tok_s == pytest.approx(8000, rel=0.25)
-    assert view.learned_blocks is not None
-    assert view.learned_blocks * 64 == pytest.approx(100_000, rel=0.25)
+    assert view.capacity_tokens == pytest.approx(100_000, rel=0.25)
