@@ -9,10 +9,11 @@ Operations and their cost, for a prompt of n blocks and R replicas:
 - `leave`, `clear`: O(what that replica holds).
 - `drop_oldest`: O(1) an entry that goes.
 
-A dict (in `_SHARDS` parts, because one of 500,000 names takes 15 ms to grow) maps a name to a bit mask of replicas; beside it each replica keeps its own names, so that it can leave without a
-walk over everybody's. A name is held because events *confirmed* it or because it is *expected*; the mask does not tell
-these apart, so a match costs one look-up a step. An entry takes at most `ENTRY_BYTES`, name included, and on average much
-less: 90-120 bytes when confirmed and 140-195 when expected by one replica, 40 and 100 for each of many (CPython 3.11).
+A dict maps a name to a bit mask of replicas (in `_SHARDS` parts, because one of 500,000 names takes 15 ms to grow); beside it
+each replica keeps its own names, so that it can leave without a walk over everybody's. A name is held because events
+*confirmed* it or because it is *expected*; the mask does not tell these apart, so a match costs one look-up a step. An entry
+takes at most `ENTRY_BYTES`, name included, and on average much less: 90-140 bytes when confirmed and 140-210 when expected by
+one replica, 40 and 100 for each of many (CPython 3.11).
 
 A `Room` counts the entries of all indexes that share it, so that one bound in bytes holds over them all. The index only
 counts; whoever adds (`router.route`) drops what was used least recently when the room is over its limit.
