@@ -244,7 +244,7 @@ def test_a_nearly_idle_fleet_does_not_send_everybody_to_where_the_system_prompt_
         router.apply(where, batch(sent[where], asked.names), float(number))
         router.answered(reservation, number + 0.1)
         for replica in ("r0", "r1", "r2", "r3"):
-            running = load(sent[replica], running=sent[replica], admitted=[str(number)])
+            running = load(sent[replica], running=sent[replica], rate=28_000, admitted=[str(number)])
             router.apply(replica, running, number + 0.1)
 
     assert min(sent[f"r{number}"] for number in range(4)) >= 5
