@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import click
+import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -28,7 +29,7 @@ from gateway.addresses import resolve_host
 from gateway.admin import AdminContext, admin_app
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
-from gateway.hotpath import Access, HotPath
+from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.http1 import Http1Upstream
 from gateway.keys import KeyKind, KeyStore
 from gateway.limits import RequestLimiter
@@ -49,6 +50,8 @@ _log = logging.getLogger("warmpath.gateway")
 
 _EXPIRE_EVERY_S: Final = 1.0
 _KEPT_DECISIONS: Final = 256
+_DEFAULT_GROUP: Final = "default"
+"""Of keys that were made without a tenant."""
 _BACKLOG: Final = 2048
 
 
@@ -148,7 +151,9 @@ def build_gateway(settings: Settings) -> Gateway:
         registry=registry,
         telemetry=telemetry,
         resolve=resolve_host,
-        explain=_Explainer(router, preparer, keys, random.random).explain,
+        explain=_Explainer(
+            router, preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
+        ).explain,
         decisions=lambda: list(decisions),
         in_flight=lambda: hot_path.in_flight,
         unready=lambda: _unready(router),
@@ -164,20 +169,33 @@ class _Explainer:
     router: Router
     preparer: Preparer
     keys: KeyStore
+    default_group: str
     draw: Callable[[], float]
 
     async def explain(self, body: bytes, group: str | None) -> Decision:
         """Where a request with this body would go now; nothing is sent or promised. Raises `ApiError`."""
-        endpoint: Endpoint = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"
-        request = parse_request(endpoint, body, open_access=True)
+        request = parse_request(_endpoint_of(body), body, open_access=True)
         pool = self.router.pool(request.model)
         if pool is None:
             raise unroutable(Unroutable("model_not_found"), request.model)
-        prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or "default"))
+        prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or self.default_group))
         decision = self.router.route(prompt.query(request), time.monotonic(), self.draw())
         if isinstance(decision, Unroutable):
             raise unroutable(decision, request.model)
         return decision
+
+
+class _Shape(msgspec.Struct):
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _endpoint_of(body: bytes) -> Endpoint:
+    """Where clients would send it; what is no object at all is refused by whoever parses it next."""
+    try:
+        is_chat = msgspec.json.decode(body, type=_Shape).messages is not msgspec.UNSET
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        is_chat = False
+    return "/v1/chat/completions" if is_chat else "/v1/completions"
 
 
 def _unready(router: Router) -> str | None:

@@ -24,13 +24,13 @@ from gateway.prepare import Preparer
 from gateway.sse import error_event
 from router import Pool, Router, Unroutable
 
-__all__ = ["ENDPOINTS", "Access", "HotPath", "authenticate"]
+__all__ = ["ENDPOINTS", "PUBLIC_GROUP", "Access", "HotPath", "authenticate"]
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions")
 
 _log = logging.getLogger("warmpath.gateway")
 _PASSED_ON: Final = frozenset({b"traceparent", b"tracestate", b"baggage"})
-_ANYBODY: Final = "public"
+PUBLIC_GROUP: Final = "public"
 """The sharing group of everyone when the gateway is open."""
 
 
@@ -113,7 +113,7 @@ class HotPath:
         request = parse_request(endpoint, body, open_access=key is None)
         pool = self._pool(request)
         record.model = request.model
-        salt = self._access.salt_for(key.group if key is not None else _ANYBODY)
+        salt = self._access.salt_for(key.group if key is not None else PUBLIC_GROUP)
         async with while_connected(scope, receive, reply):
             prompt = await self._preparer.prepare(request, pool, salt)
             job = Job(

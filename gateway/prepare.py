@@ -17,7 +17,7 @@ from typing import Final
 from gateway.openai import ApiError, GenerationRequest
 from router import BlockName, NameCache, Pool, Query, chunk_names, root_name
 from router.prompt import Prompter, PromptError, TokenizerFiles, load_prompter
-from router.text_key import BYTES_PER_TOKEN, canonical_text
+from router.text_key import canonical_text
 from router.wire import encode_ids, pack_ids
 
 __all__ = ["PreparedPrompt", "Preparer", "Prompters"]
@@ -40,6 +40,8 @@ class PreparedPrompt:
     """base64 of the u32le ids, for own workers; None when the replica renders and tokenizes itself."""
     escape: bool = False
     """Whether special tokens in the texts of messages are text, for a replica that renders them itself."""
+    num_bytes: int = 0
+    """Of its canonical text, in a text pool."""
 
     def query(self, request: GenerationRequest, exclude: frozenset[str] = frozenset()) -> Query:
         """What to ask the router. `exclude`: replicas that were tried already."""
@@ -47,6 +49,7 @@ class PreparedPrompt:
             model=request.model,
             names=self.names,
             num_tokens=self.num_tokens,
+            num_bytes=self.num_bytes,
             exclude=exclude,
             streamed=request.stream,
         )
@@ -97,8 +100,9 @@ class Preparer:
         try:
             if prompter is None:
                 text = canonical_text(request.fields())
+                num_tokens = int(len(text) / pool.bytes_per_token) + 1
                 names = chunk_names(text, root)
-                return PreparedPrompt(names, len(text) // BYTES_PER_TOKEN + 1, ids=None, escape=escape)
+                return PreparedPrompt(names, num_tokens, ids=None, escape=escape, num_bytes=len(text))
             packed, single = _packed_ids(request, prompter, escape)
         except PromptError as error:
             raise ApiError(400, "invalid_prompt", str(error)) from error

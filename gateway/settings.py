@@ -171,9 +171,15 @@ class RoutingGroup(_Group):
     prefill_tok_s: Annotated[float, Field(ge=1, le=1e7)] = _ROUTING.prefill_tok_s
     """Prompt tokens a second that a replica is taken to compute until it was measured."""
     learned_tokens: Annotated[int, Field(ge=0, le=1 << 40)] = _ROUTING.learned_tokens
-    """KV tokens that a replica without events is taken to hold; 0 routes those by load alone."""
+    """KV tokens that a replica without events is taken to hold, until it was learned; 0 routes those by load alone."""
     fixed_s: Annotated[float, Field(ge=0, le=60)] = _ROUTING.fixed_s
-    """What a prompt costs a replica even when all of it is cached."""
+    """What a prompt costs a replica even when all of it is cached, until it was learned where it is not told."""
+    running_s: Annotated[float, Field(ge=0, le=1)] = _ROUTING.running_s
+    """What each answer that a replica is writing adds to the wait of a new prompt there, at least."""
+    bytes_per_token: Annotated[float, Field(ge=0.5, le=64)] = _ROUTING.bytes_per_token
+    """Bytes of text that a token stands for where the tokenizer is unknown, until it was learned."""
+    index_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] = _ROUTING.index_bytes
+    """Memory for what replicas hold. Past it goes what was used least recently; 220 bytes a block and replica."""
     w_per_wait_s: Annotated[float, Field(ge=0, le=1000)] = _ROUTING.w_per_wait_s
     """How much more computing again weighs for each second that even the least busy replica would let a prompt wait."""
     saturated_s: Annotated[float, Field(ge=0, le=3600)] = _ROUTING.saturated_s

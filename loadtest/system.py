@@ -32,6 +32,7 @@ _KV_BYTES_PER_TOKEN: Final = 128 << 10
 """What `--kv-memory` counts for a simulated token."""
 
 _FIXED_S: Final = 0.02
+_RUNNING_S: Final = 0.002
 _W_PER_WAIT_S: Final = 8.0
 _SATURATED_S: Final = 18.0
 """The gateway's defaults, in seconds of the world that it serves: a world that runs faster has shorter ones."""
@@ -89,6 +90,7 @@ def running_system(
         "WARMPATH_ADMIN__JOIN_TOKEN": join_token,
         "WARMPATH_REGISTRY__PORTS": f'["{replica_ports[0]}-{replica_ports[-1]}"]',
         "WARMPATH_ROUTING__FIXED_S": str(_FIXED_S / speedup),
+        "WARMPATH_ROUTING__RUNNING_S": str(_RUNNING_S / speedup),
         "WARMPATH_ROUTING__W_PER_WAIT_S": str(_W_PER_WAIT_S * speedup),
         "WARMPATH_ROUTING__SATURATED_S": str(_SATURATED_S / speedup),
     }

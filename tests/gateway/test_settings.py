@@ -238,7 +238,7 @@ def test_settings_cannot_be_changed() -> None:
 def test_the_routers_defaults_are_not_said_twice() -> None:
     assert Settings().routing.router_settings == RoutingSettings()
     assert load_settings(flags={"routing": {"policy": "random"}}).routing.router_settings.policy == "random"
-    scaled: dict[str, Any] = {"fixed_s": 0.004, "w_per_wait_s": 10.0, "saturated_s": 3.6}
+    scaled: dict[str, Any] = {"fixed_s": 0.004, "running_s": 0.0004, "w_per_wait_s": 10.0, "saturated_s": 3.6}
     assert load_settings(flags={"routing": scaled}).routing.router_settings == RoutingSettings(**scaled)
 
 
