@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
@@ -268,7 +269,9 @@ async def _run(options: Options, kit: _Kit) -> bool:
             infos = await _start(engines, stop)
             if infos is None:
                 return True
-            prompter = await asyncio.get_running_loop().run_in_executor(executor, load_prompter, files)
+            # Its gateway sends ids, so a worker seldom tokenizes: what that would save is less than a longer start costs.
+            load = partial(load_prompter, files, native=False)
+            prompter = await asyncio.get_running_loop().run_in_executor(executor, load)
             if prompter.max_id >= infos[0].vocab_size:
                 raise ModelDamaged(
                     f"the tokenizer has ids up to {prompter.max_id}, the model's embedding ends at "
