@@ -25,8 +25,8 @@ import xxhash
 from router.blocks import BLOCK_SIZE
 from router.trivial import EOS_ID
 from router.wire import unpack_ids
-from workers.engine import RowResult, ScheduledSeq
 from workers.protocol import EngineInfo, Sampling, TokenLogprob
+from workers.step import RowResult, ScheduledSeq
 
 __all__ = ["SIMULATED_TOKEN_BUDGET", "SimulatedRunner", "TimeModel", "simulated_info"]
 

@@ -30,12 +30,12 @@ from tests.workers.tiny_models import (
     weights_of,
 )
 from workers import runner as runner_module
-from workers.engine import RowResult, Runner, ScheduledSeq
 from workers.load_gguf import load_gguf
 from workers.model_config import tensor_shapes
 from workers.protocol import Sampling, TokenLogprob
 from workers.quant import int8_works
 from workers.runner import TorchRunner
+from workers.step import RowResult, Runner, ScheduledSeq
 from workers.tokenizer_files import load_tokenizer_files
 from workers.weights import Weights
 

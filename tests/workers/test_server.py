@@ -18,10 +18,11 @@ from router.prompt import TokenizerFiles, load_prompter
 from router.trivial import TrivialTokenizer
 from tests.serving import eventually, serving
 from workers.client import EngineClient, InProcessEngineClient, QueueLimits
-from workers.engine import Engine, RowResult, ScheduledSeq
+from workers.engine import Engine
 from workers.protocol import EngineInfo
 from workers.server import ReplicaApp
 from workers.simulated import SimulatedRunner, TimeModel, simulated_info
+from workers.step import RowResult, ScheduledSeq
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {

@@ -7,9 +7,10 @@ import pytest
 
 from router.trivial import EOS_ID, TrivialTokenizer
 from router.wire import pack_ids
-from workers.engine import Engine, ScheduledSeq
+from workers.engine import Engine
 from workers.protocol import Sampling, Submit
 from workers.simulated import SimulatedRunner, TimeModel, simulated_info
+from workers.step import ScheduledSeq
 
 
 def prefill(tokens: int, *, cached: int = 0, sample: bool = True) -> ScheduledSeq:
