@@ -166,7 +166,9 @@ def test_int8_bits_of_layers_with_a_window_do_not_depend_on_chunks_and_company(n
 
     def kept(table: Sequence[int]) -> list[torch.Tensor]:
         """Keys and values of every layer: all that was computed shows in them, but the last layer's output."""
-        layers = (layer.view(-1, runner.info.num_blocks, layer.shape[1] * BLOCK_SIZE) for layer in runner._cache.layers)
+        layers = (
+            layer.view(-1, runner._cache.num_blocks, layer.shape[1] * BLOCK_SIZE) for layer in runner._cache.layers
+        )
         return [layer.index_select(1, torch.tensor(table[: 700 // BLOCK_SIZE])) for layer in layers]
 
     @settings(max_examples=8)
