@@ -25,8 +25,9 @@ import xxhash
 from router.blocks import BLOCK_SIZE
 from router.trivial import EOS_ID
 from router.wire import unpack_ids
-from workers.engine import Engine, RowResult, ScheduledSeq
+from workers.engine import Engine
 from workers.protocol import EngineInfo, Sampling, TokenLogprob
+from workers.step import RowResult, ScheduledSeq
 
 __all__ = ["SIMULATED_TOKEN_BUDGET", "SimulatedRunner", "TimeModel", "engine_over", "simulated_info"]
 

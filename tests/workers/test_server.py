@@ -19,10 +19,11 @@ from router.trivial import TrivialTokenizer
 from router.wire import unpack_ids
 from tests.serving import eventually, serving
 from workers.client import EngineClient, InProcessEngineClient, QueueLimits
-from workers.engine import Engine, RowResult, ScheduledSeq
+from workers.engine import Engine
 from workers.protocol import EngineInfo
 from workers.server import ReplicaApp
 from workers.simulated import SimulatedRunner, TimeModel, simulated_info
+from workers.step import RowResult, ScheduledSeq
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from router.trivial import EOS_ID, TrivialTokenizer
 from router.wire import pack_ids
-from workers.engine import Engine, ScheduledSeq
+from workers.engine import Engine
 from workers.presets import PRESETS
 from workers.protocol import Sampling, Submit
 from workers.simulated import SIMULATED_TOKEN_BUDGET, SimulatedRunner, TimeModel, engine_over, simulated_info
+from workers.step import ScheduledSeq
 
 
 def prefill(tokens: int, *, cached: int = 0, sample: bool = True) -> ScheduledSeq:
