@@ -27,6 +27,7 @@ __all__ = [
     "Workload",
     "ideal_cached_tokens",
     "make_workload",
+    "shared_prompts",
 ]
 
 TOKEN_BYTES: Final = 4
@@ -135,12 +136,19 @@ def _arrivals(draw: random.Random, rate: float, start_s: float, length_s: float)
         now += draw.expovariate(rate)
 
 
-def _shared(draw: random.Random, rates: Sequence[float]) -> Iterator[Request]:
-    groups = [_text(draw, _GROUP_TOKENS) for _ in range(_GROUPS)]
+def shared_prompts(draw: random.Random, scale: float = 1.0) -> list[tuple[str, str]]:
+    """(group, prompt) in random order. `scale`: of their lengths."""
+    groups = [_text(draw, int(_GROUP_TOKENS * scale)) for _ in range(_GROUPS)]
+    own_tokens = int(_OWN_TOKENS * scale)
     prompts = [
-        (str(number), group + _text(draw, _OWN_TOKENS)) for number, group in enumerate(groups) for _ in range(_PROMPTS)
+        (str(number), group + _text(draw, own_tokens)) for number, group in enumerate(groups) for _ in range(_PROMPTS)
     ]
     draw.shuffle(prompts)
+    return prompts
+
+
+def _shared(draw: random.Random, rates: Sequence[float]) -> Iterator[Request]:
+    prompts = shared_prompts(draw)
     for number, (group, prompt) in enumerate(prompts):
         yield Request(number / _WARM_RATE, prompt, _SHARED_OUTPUT, warm=True, session=group)
     start_s = len(prompts) / _WARM_RATE + 2 * _SHARED_OUTPUT * 0.05  # the last of them have ended
