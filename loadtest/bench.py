@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from loadtest.fleet import fleet
+from loadtest.matrix import matrix
+from loadtest.trace import data
 
 __all__ = ["main"]
 
@@ -14,7 +16,8 @@ def main() -> None:
     """Measure whole systems from outside."""
 
 
-main.add_command(fleet)
+for command in (fleet, matrix, data):
+    main.add_command(command)
 
 if __name__ == "__main__":
     main(prog_name="warmpath bench")

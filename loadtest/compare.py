@@ -118,7 +118,7 @@ def _measure(system: System, workload: Workload, speedup: float) -> Measured:
         answers, samples = uvloop.run(_drive(system, workload, speedup))
     except OSError as error:
         system.check()
-        raise SystemFailure(f"the fleet cannot be watched: {error or type(error).__name__}") from error
+        raise SystemFailure(f"the fleet cannot be watched: {str(error) or type(error).__name__}") from error
     elapsed_s = time.monotonic() - began
     router, fleet = (now - then for now, then in zip(system.usage(), before, strict=True))
     return Measured(answers=answers, samples=samples, router=router, fleet=fleet, elapsed_s=elapsed_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, cast
 
@@ -13,19 +12,21 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.arms import KNOWLEDGE, POLICIES, Arm, Knowledge, Ours, Peer, parse_peer
-from loadtest.compare import Setup, compare, write_report
+from loadtest.compare import Report, Setup, compare, write_report
 from loadtest.plots import draw_plots, require_matplotlib
 from loadtest.processes import SystemFailure
-from loadtest.summary import Figures, Limits, Run
+from loadtest.summary import Figures, Limits
 from loadtest.trace import TraceUnreadable, whole_trace_path
 from loadtest.workloads import SHARED_RATES, WORKLOADS, make_workload
 
-__all__ = ["fleet", "table"]
+__all__ = ["WIDTH", "fleet", "show"]
 
-_WIDTH: Final = 168
+WIDTH: Final = 160
 
 
-def table(setup: Setup, runs: Sequence[Run]) -> Table:
+def show(console: Console, report: Report) -> None:
+    """The median of each router as a table, and why not to believe some."""
+    setup = report.setup
     title = f"{setup.workload} at {setup.load:g}×, {setup.replicas} replicas; simulated ms, p50 / p90 / p99"
     shown = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("router", no_wrap=True)
@@ -42,11 +43,14 @@ def table(setup: Setup, runs: Sequence[Run]) -> Table:
         "valid",
     ):
         shown.add_column(name, justify="right", no_wrap=True)
-    for run in runs:
-        of_run = (f"{run.imbalance:.2f}", f"{run.cpu_ms:.2f}", run.invalid or "yes")
+    for run in report.median:
+        of_run = (f"{run.imbalance:.2f}", f"{run.cpu_ms:.2f}", "no" if run.invalid else "yes")
         for figures in run.steps or [run.total]:
             shown.add_row(run.arm, *_cells(figures), *of_run)
-    return shown
+    console.print(shown)
+    for run in report.median:
+        if run.invalid:
+            console.print(f"[yellow]{run.arm}: {run.invalid}[/]")
 
 
 def _cells(figures: Figures) -> list[str]:
@@ -139,7 +143,7 @@ own; within a word, joined by commas. It is ready when it answers a completion, 
 )
 @click.option("--runs", type=click.IntRange(1, 20), default=1, show_default=True, help="Of each; the median is shown.")
 @click.option("--replicas", type=click.IntRange(1, 64), default=8, show_default=True)
-@click.option("--processes", type=click.IntRange(1, 64), default=4, show_default=True, help="That the replicas share.")
+@click.option("--processes", type=click.IntRange(1, 64), default=8, show_default=True, help="That the replicas share.")
 @click.option("--speedup", type=click.FloatRange(0.1, 50), default=5.0, show_default=True, help="Of all time.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only so many requests.")
 @click.option("--tokens-per-chunk", type=click.IntRange(min=1), default=16, show_default=True)
@@ -185,7 +189,7 @@ def fleet(
         raise click.UsageError("nothing to measure: name --policies or --peer")
     if len({arm.name for arm in arms}) != len(arms):
         raise click.UsageError("two routers have the same name")
-    console = Console(width=_WIDTH)
+    console = Console(width=WIDTH)
     try:
         work = make_workload(workload, load=load, seed=seed, limit=limit, rates=rates, trace=trace)
     except TraceUnreadable as error:
@@ -210,7 +214,7 @@ def fleet(
         report = compare(arms, work, setup, port, lambda text: console.print(f"[dim]{text}[/]"))
     except SystemFailure as error:
         raise click.ClickException(str(error)) from error
-    console.print(table(setup, report.median))
+    show(console, report)
     if out is not None:
         write_report(report, out)
     if plots is not None:

@@ -39,7 +39,7 @@ _TALKS: Final = load_talks()
 _numbers = itertools.count()
 
 
-@events.init_command_line_parser.add_listener
+@events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
 def _add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--api-key", env_var="OPENAI_API_KEY", default="none", is_secret=True, help="of the gateway")
     parser.add_argument("--model", default="", help="by default the first one that is listed")
@@ -128,7 +128,7 @@ class _OpenAiUser(FastHttpUser):
 
 def _read(response: ResponseContextManager) -> _Answer:
     """The whole stream. Raises _BadStream, and what locust's client raises."""
-    response.raise_for_status()
+    response.raise_for_status()  # type: ignore[no-untyped-call]
     answer, done = _Answer(), False
     for data in _events(response):  # to its very end, or the connection could not be used again
         if data == b"[DONE]":

@@ -43,7 +43,7 @@ def users_at(steps: list[Step], elapsed_s: float) -> int | None:
     return None
 
 
-@events.init_command_line_parser.add_listener
+@events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
 def _add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument(
         "--ramp", type=parse_ramp, default="5:30,10:30,20:30", help="users and for how many seconds, step by step"
@@ -56,5 +56,5 @@ class Ramp(LoadTestShape):
         assert self.runner is not None, "locust sets it before the first tick"
         options = self.runner.environment.parsed_options
         assert options is not None, "locust parses its options first"
-        users = users_at(options.ramp, self.get_run_time())
+        users = users_at(options.ramp, self.get_run_time())  # type: ignore[no-untyped-call]
         return None if users is None else (users, options.ramp_spawn_rate)

@@ -86,7 +86,7 @@ def _read_source(source: str) -> bytes:
                 if len(body) > _MAX_BYTES:
                     raise TraceUnreadable(f"{source}: more than {_MAX_BYTES >> 20} MiB")
     except (httpx.HTTPError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise TraceUnreadable(f"{source}: {error or type(error).__name__}") from error
+        raise TraceUnreadable(f"{source}: {str(error) or type(error).__name__}") from error
     return bytes(body)
 
 
