@@ -52,6 +52,7 @@ class _Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._head = b""
         self._left: int | None = None  # bytes of a body whose length was told
+        self._chunked = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -77,7 +78,8 @@ class _Connection(asyncio.Protocol):
             exchange.status = int(head[9:12])
             length = _LENGTH.search(head)
             self._left = int(length[1]) if length else None
-            self.reusable = not _CLOSE.search(head) and (length is not None or _CHUNKED.search(head) is not None)
+            self._chunked = _CHUNKED.search(head) is not None
+            self.reusable = not _CLOSE.search(head) and (self._chunked or length is not None)
             exchange.tail = b"\r\n"  # so that an empty body ends like any other
         exchange.tail = tail = (exchange.tail + data)[-_TAIL_BYTES:]
         if exchange.first_at is None and b"data:" in tail:
@@ -87,15 +89,15 @@ class _Connection(asyncio.Protocol):
             self._left -= len(data)
             ended = self._left <= 0
         else:
-            ended = self.reusable and tail.endswith(_LAST_CHUNK)
+            ended = self._chunked and tail.endswith(_LAST_CHUNK)
         if ended:
             self._end(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         exchange, self.reusable = self._exchange, False
         if exchange is not None:
-            until_close = exchange.status and self._left is None and exc is None
-            self._end(None if until_close else Lost())
+            until_close = exchange.status and not self._chunked and self._left is None
+            self._end(None if until_close and exc is None else Lost())
 
     def _end(self, error: Lost | None) -> None:
         exchange, self._exchange = self._exchange, None
