@@ -56,21 +56,3 @@ def test_a_peer_that_ends_at_once_is_told_with_what_it_said(tmp_path: Path) -> N
     assert run.returncode == 1
     assert "ended early with 1" in run.stderr
     assert "for me" in run.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "fault"),
-    [
-        (["--policies", "best"], "'best' is none of"),
-        (["--policies", "none"], "nothing to measure"),
-        (["--knowledge", "vague"], "'vague' is none of exact, plain"),
-        (["--peer", "x=router"], "the command has no {port}"),
-        (["--workload", "shared", "--limit", "10"], "nothing but warming up"),
-        (["--rates", "0"], "above 0"),
-    ],
-)
-def test_a_mistake_is_a_usage_error(tmp_path: Path, args: list[str], fault: str) -> None:
-    run = bench(tmp_path, *args)
-
-    assert run.returncode == 2
-    assert fault in run.stderr

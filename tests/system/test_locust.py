@@ -17,7 +17,7 @@ from tests.system.processes import free_ports
 
 pytestmark = pytest.mark.system
 
-SECONDS = float(os.environ.get("WARMPATH_TESTS_LOCUST_S", "6"))
+SECONDS = int(os.environ.get("WARMPATH_TESTS_LOCUST_S", "6"))
 """The real thing takes 60."""
 
 LOCUST = str(Path(sys.executable).with_name("locust"))
