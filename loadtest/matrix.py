@@ -165,7 +165,7 @@ def _measure(
         load=cell.load,
         requests=len(workload.requests),
         replicas=8,
-        processes=8,
+        processes=4,
         speedup=speedup,
         tokens_per_chunk=16,
         kv_tokens=workload.kv_tokens,
