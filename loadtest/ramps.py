@@ -43,10 +43,16 @@ def users_at(steps: list[Step], elapsed_s: float) -> int | None:
     return None
 
 
+def _checked(text: str) -> str:
+    """A text still: locust's web page hands back what its users typed."""
+    parse_ramp(text)
+    return text
+
+
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
 def _add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument(
-        "--ramp", type=parse_ramp, default="5:30,10:30,20:30", help="users and for how many seconds, step by step"
+        "--ramp", type=_checked, default="5:30,10:30,20:30", help="users and for how many seconds, step by step"
     )
     parser.add_argument("--ramp-spawn-rate", type=float, default=10.0, help="users that start a second")
 
@@ -56,5 +62,5 @@ class Ramp(LoadTestShape):
         assert self.runner is not None, "locust sets it before the first tick"
         options = self.runner.environment.parsed_options
         assert options is not None, "locust parses its options first"
-        users = users_at(options.ramp, self.get_run_time())  # type: ignore[no-untyped-call]
+        users = users_at(parse_ramp(options.ramp), self.get_run_time())  # type: ignore[no-untyped-call]
         return None if users is None else (users, options.ramp_spawn_rate)
