@@ -13,7 +13,7 @@ from loadtest.summary import Run
 
 __all__ = ["draw_plots", "require_matplotlib"]
 
-_DPI: Final = 100
+_DPI: Final = 80
 _LEAST_MS: Final = 10.0
 """Left end of the logarithmic axis."""
 
@@ -40,7 +40,7 @@ def _draw_ttft(runs: list[Run], title: str, path: Path) -> None:
     """Which share of the requests had their first token after so long."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     for number, run in enumerate(runs):
         curve = [max(value, _LEAST_MS) for value in run.ttft_curve_ms]
@@ -49,7 +49,7 @@ def _draw_ttft(runs: list[Run], title: str, path: Path) -> None:
     step = next((f", {run.steps[-1].step}" for run in runs if run.steps), "")
     axes.set(xscale="log", xlabel="TTFT, simulated ms", ylabel="share of requests", title=title + step, ylim=(0, 1))
     axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend(loc="lower right", fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=_DPI)
 
 
@@ -57,7 +57,7 @@ def _draw_load(runs: list[Run], title: str, path: Path) -> None:
     """Requests in hand of each replica, one panel a router, all on the same scale."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 0.6 + 1.7 * len(runs)), layout="constrained")
+    figure = Figure(figsize=(9, 0.8 + 1.1 * len(runs)), layout="constrained")
     panels = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, run in zip(panels, runs, strict=True):
         for series in run.inflight:
