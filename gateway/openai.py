@@ -48,13 +48,16 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        should_retry: bool | None = None,
     ) -> None:
+        """`should_retry`: what OpenAI's SDKs are told, whatever they would do by themselves at this status."""
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.should_retry = should_retry
 
     @property
     def type(self) -> str:

@@ -32,6 +32,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings import SettingsError as EnvironmentFault
 
 from gateway.addresses import AllowList, PortRange, base_url
+from gateway.connection import ListenerLimits
 from gateway.registry import checked_model, checked_replica_id
 from router import PolicyName, RoutingSettings
 from router.wire import ReplicaSpec
@@ -53,6 +54,7 @@ __all__ = [
 
 _PREFIX: Final = "WARMPATH_"
 _ROUTING: Final = RoutingSettings()
+_LISTENER: Final = ListenerLimits()
 _MASK: Final = "**********"
 """What a secret is printed as."""
 
@@ -95,6 +97,14 @@ class ServerSettings(_Group):
     """About a million tokens of English; more is a mistake or an attack."""
     grace_s: Seconds = 30.0
     """How long running answers may go on after SIGTERM; Kubernetes kills after 30 s by default."""
+    max_connections: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    """None: four fifths of the descriptors that the process may have."""
+    head_s: Seconds = _LISTENER.head_s
+    """How long a request's line and headers may take to arrive."""
+    body_s: Seconds = _LISTENER.body_s
+    """The same for its body, and a second more for every 16 KiB of it."""
+    write_stall_s: Seconds = _LISTENER.write_stall_s
+    """A client that takes nothing of what is sent to it is cut after so long."""
     open: bool = False
     """No keys: for benchmarks and first tries, refused wherever others could reach it."""
 
@@ -103,6 +113,15 @@ class ServerSettings(_Group):
         if self.open and not _is_loopback(self.host):
             raise ValueError("open needs host 127.0.0.1, ::1 or localhost: it would serve everybody who reaches it")
         return self
+
+    @property
+    def limits(self) -> ListenerLimits:
+        return ListenerLimits(
+            max_connections=self.max_connections,
+            head_s=self.head_s,
+            body_s=self.body_s,
+            write_stall_s=self.write_stall_s,
+        )
 
 
 class AdminSettings(_Group):
@@ -172,6 +191,10 @@ class StreamSettings(_Group):
     """Queue and prefill. A CPU replica takes tens of seconds for a long prompt; a client's SDK gives up after 600."""
     idle_s: Seconds = 30.0
     """Between two chunks. A step takes milliseconds; half a minute of silence is a hung replica."""
+    commit_after_s: Seconds = 15.0
+    """A stream that has no first token by then gets its status line, and comments until it has: proxies cut what is silent."""
+    ping_s: Seconds = 10.0
+    """Between two such comments."""
 
 
 class LimitSettings(_Group):
