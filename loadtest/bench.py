@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 import click
 
 from loadtest.fleet import fleet
@@ -14,6 +17,8 @@ __all__ = ["main"]
 @click.group()
 def main() -> None:
     """Measure whole systems from outside."""
+    # Told to end, it ends what it has started, as it does for Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 for command in (fleet, matrix, data):

@@ -106,7 +106,7 @@ Examples:
 @click.option(
     "--budget-min", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Minutes it may take."
 )
-@click.option("--speedup", type=click.FloatRange(0.1, 50), default=5.0, show_default=True, help="Of all time.")
+@click.option("--speedup", type=click.FloatRange(0.1, 50), default=3.0, show_default=True, help="Of all time.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--port", type=click.IntRange(1024, 65000), default=8600, show_default=True)
 @click.option(

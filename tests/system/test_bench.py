@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.system.processes import WARMPATH, free_ports
+from tests.system.processes import WARMPATH, alive, descendants, free_ports, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -56,3 +57,20 @@ def test_a_peer_that_ends_at_once_is_told_with_what_it_said(tmp_path: Path) -> N
     assert run.returncode == 1
     assert "ended early with 1" in run.stderr
     assert "for me" in run.stderr
+
+
+def test_told_to_end_it_leaves_no_process_behind(tmp_path: Path) -> None:
+    command = [WARMPATH, "bench", "fleet", *small_load(), "--policies", "cost", "--speedup", "1"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        family: set[int] = set()
+
+        def everything_runs() -> bool:
+            family.update(descendants(process.pid))
+            return len(family) >= 2
+
+        wait_until(everything_runs, 30, "a fleet and a gateway are there")
+        process.terminate()
+        process.communicate(timeout=30)
+
+    assert process.returncode == 128 + signal.SIGTERM
+    wait_until(lambda: not any(map(alive, family)), 5, "they have ended")
