@@ -22,8 +22,10 @@ __all__ = ["Figures", "Limits", "Measured", "Percentiles", "Run", "median_run", 
 MOST_LAG_MS: Final = 100.0
 """Of the simulated world, at the 99th percentile: a tenth of the waits that policies differ by."""
 
-MOST_STARVED_MS: Final = 50.0
-"""Of the simulated world, on average: a router that others take the cores from shows their work, not its own."""
+MOST_STARVED: Final = 0.1
+"""Share of the time: a router that others take the cores from shows their work, not its own. At 0.9 of it, requests waited
+half a minute (simulated) for a router that had used 0.15 of a core.
+"""
 
 CURVE_POINTS: Final = 201
 
@@ -72,8 +74,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Real, of the router and its children, for a request."""
     cpu_share: float
     fleet_cpu_share: float
-    starved_ms: float
-    """Simulated, for a request: how long the router waited for a core."""
+    starved_share: float
+    """Of the time the router had work and no core, its threads together."""
     client_lag_ms: Percentiles
     fleet_lag_ms: Percentiles
     invalid: str = ""
@@ -118,7 +120,7 @@ def summarize(
     scale = 1000 * speedup
     client_lag = _percentiles([answer.sent_s * scale for answer in measured.answers])
     fleet_lag = _percentiles([sample.took_s * scale for sample in measured.samples])
-    starved_ms = round(measured.router.waited_s / len(measured.answers) * scale, 2)
+    starved_share = round(measured.router.waited_s / measured.elapsed_s, 3)
     plotted = [row for row in rows if not steps or row[0].step == steps[-1]]
     return Run(
         arm=arm,
@@ -128,20 +130,20 @@ def summarize(
         cpu_ms=round(measured.router.cpu_s * 1000 / len(measured.answers), 3),
         cpu_share=round(measured.router.cpu_s / measured.elapsed_s, 3),
         fleet_cpu_share=round(measured.fleet.cpu_s / measured.elapsed_s, 3),
-        starved_ms=starved_ms,
+        starved_share=starved_share,
         client_lag_ms=client_lag,
         fleet_lag_ms=fleet_lag,
-        invalid=_fault(client_lag.p99, fleet_lag.p99, starved_ms),
+        invalid=_fault(client_lag.p99, fleet_lag.p99, starved_share),
         ttft_curve_ms=_curve([answer.first_s * scale for _, answer, _ in plotted if not answer.error]),
         inflight=_inflight(measured.samples, speedup),
     )
 
 
-def _fault(client_lag_ms: float, fleet_lag_ms: float, starved_ms: float) -> str:
+def _fault(client_lag_ms: float, fleet_lag_ms: float, starved_share: float) -> str:
     late = {"client": client_lag_ms, "fleet": fleet_lag_ms}
     faults = [f"{who} {lag:.0f} ms late" for who, lag in late.items() if lag > MOST_LAG_MS]
-    if starved_ms > MOST_STARVED_MS:
-        faults.append(f"router {starved_ms:.0f} ms a request without a core")
+    if starved_share > MOST_STARVED:
+        faults.append(f"router without a core for {starved_share:.0%} of the time")
     return ", ".join(faults)
 
 

@@ -14,7 +14,7 @@ def test_a_plan_fits_its_budget_and_uses_it() -> None:
     assert {plan.runs for plan in seen} == {1, 2, 3}
     for minutes, plan in enumerate(plans, start=1):
         assert plan is None or plan.seconds <= minutes * 60
-    assert [plan.seconds for plan in seen] == sorted(plan.seconds for plan in seen)
+    assert [(plan.runs, len(plan.arms)) for plan in seen] == sorted((plan.runs, len(plan.arms)) for plan in seen)
 
 
 def test_targets_and_every_peer_are_measured_even_in_the_shortest_plan() -> None:
@@ -36,4 +36,4 @@ def test_every_load_that_has_a_target_is_in_it() -> None:
     names = [f"trace {cell.load:g}×" if cell.workload == "trace" else cell.workload for cell in CELLS]
 
     assert tuple(names) == TARGET_CELLS
-    assert Cell("trace", 1.5).name == "trace-1.5x"
+    assert Cell("trace", 1.5, 2.0).name == "trace-1.5x"
