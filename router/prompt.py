@@ -3,6 +3,7 @@
     router.chat             what a request says about its prompt
     router.template         the model's chat template, in router.sandbox
     router.tokenizer        text ↔ ids of a Hugging Face tokenizer, by way of router.segments
+    router.token_bytes      tokens → the bytes they stand for
     router.trivial          the same without files, for simulated replicas and tests
     router.tokenizer_files  what all of it is made from
     router.prompt_errors    what it raises
@@ -48,6 +49,7 @@ class Tokenizer(Protocol):
     def special_ids(self) -> frozenset[int]: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> array[int]: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+    def token_bytes(self, id_: int) -> bytes: ...
 
 
 class Prompter:
@@ -86,6 +88,10 @@ class Prompter:
         Raises PromptError for what is no u32.
         """
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, id_: int) -> bytes:
+        """The UTF-8 of one token, special ones included; perhaps not of whole characters. b'' for a u32 without a meaning."""
+        return self._tokenizer.token_bytes(id_)
 
 
 def load_prompter(files: TokenizerFiles, cache_bytes: int = DEFAULT_CACHE_BYTES) -> Prompter:
