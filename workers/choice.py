@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from workers.message import Content, MessageParser, Piece, Reasoning
 from workers.output import OutputText
 from workers.protocol import Output, TokenLogprob
@@ -28,8 +30,7 @@ class AnswerEnd:
     """The stop string or the stop token of the client's; None for the model's own end and for none at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What is new of a choice: one event of a stream, or a part of a whole answer."""
 
     pieces: Sequence[Piece]
@@ -41,6 +42,7 @@ class Delta:
     offsets: Sequence[int]
     """With `logprobs`: characters in front of each token's text."""
     end: AnswerEnd | None
+    """With the last one."""
 
 
 class Choice:
@@ -106,46 +108,52 @@ class Choice:
     def _settle(self) -> None:
         """Everything up to here has been told."""
         self._num_told = self.num_tokens
-        self._untold, self._untold_logprobs, self._untold_offsets = [], [], []
+        self._untold = []
+        if self._logprobs:
+            self._untold_logprobs, self._untold_offsets = [], []
 
     def _advance(self, output: Output) -> Sequence[Piece]:
         # The token that ends a sequence counts but is no text, not even where a client named a word as its end.
-        stopped = output.finish_reason == "stop" and not self._include_stop
-        shown = output.ids[:-1] if stopped else output.ids
+        ids = shown = output.ids
+        if output.finish_reason == "stop" and not self._include_stop:
+            shown = ids[:-1]
         if self._one_by_one:
-            pieces = self._push_one_by_one(shown, output.logprobs)
+            pieces = self._push_one_by_one(shown)
         else:
-            self._count(shown)
+            self._untold += shown
+            self.num_tokens += len(shown)
             pieces = self._parse(self._text.push(shown))
-        if self.end is None and output.finish_reason is not None:
-            if stopped:
-                self._count(output.ids[-1:], output.logprobs[-1:])
+        if output.finish_reason is not None and self.end is None:
+            for id_ in ids[len(shown) :]:
+                self._count(id_)
             pieces = [*pieces, *self._parse(self._text.finish(), last=True)]
             self.end = self._end_of(output)
+        if self._logprobs:
+            self._untold_logprobs += output.logprobs[: len(self._untold_offsets) - len(self._untold_logprobs)]
         return pieces
 
-    def _push_one_by_one(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[Piece]:
+    def _push_one_by_one(self, ids: Sequence[int]) -> Sequence[Piece]:
         """Find the token that completes a stop string, where each one's text begins, which ones are thoughts."""
-        pieces: list[Piece] = []
-        for place, id_ in enumerate(ids):
-            self._count((id_,), logprobs[place : place + 1])
-            was_reasoning = self._reasons()
-            text = self._text.push((id_,), may_stop=self.num_tokens > self._min_tokens)
+        pieces: Sequence[Piece] = ()
+        for id_ in ids:
+            self._count(id_)
+            was_reasoning = self.in_reasoning
+            text = self._text.push((id_,), self.num_tokens > self._min_tokens)
             stopped_by = self._text.stopped_by
-            pieces += self._parse(text, last=stopped_by is not None)
-            if was_reasoning and self._reasons():  # the tags around thoughts are none
+            new = self._parse(text, last=stopped_by is not None)
+            pieces = [*pieces, *new] if pieces else new
+            if was_reasoning and self.in_reasoning:  # the tags around thoughts are none
                 self.num_reasoning_tokens += 1
             if stopped_by is not None:
                 self.end = AnswerEnd(self._reason("stop"), stopped_by)
                 break
         return pieces
 
-    def _count(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
-        self.num_tokens += len(ids)
-        self._untold += ids
+    def _count(self, id_: int) -> None:
+        self.num_tokens += 1
+        self._untold.append(id_)
         if self._logprobs:
-            self._untold_logprobs += logprobs
-            self._untold_offsets += [self._num_chars_before + self._text.num_chars] * len(ids)
+            self._untold_offsets.append(self._num_chars_before + self._text.num_chars)
 
     def _parse(self, text: str, *, last: bool = False) -> Sequence[Piece]:
         if self._parser is None:
@@ -153,7 +161,8 @@ class Choice:
         pieces = [*self._parser.push(text), *(self._parser.finish() if last else ())]
         return pieces if self._show_reasoning else [piece for piece in pieces if not isinstance(piece, Reasoning)]
 
-    def _reasons(self) -> bool:
+    @property
+    def in_reasoning(self) -> bool:
         return self._parser is not None and self._parser.in_reasoning
 
     def _end_of(self, output: Output) -> AnswerEnd:

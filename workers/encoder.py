@@ -30,18 +30,19 @@ class Encoder:
 
     async def encode_chat(self, body: bytes) -> bytes:
         """The rendered messages of a chat request."""
-        return await self._run(len(body), lambda: self._encode_chat(body))
+        return await self.run(len(body), lambda: self._encode_chat(body))
 
     async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool) -> bytes:
         if not isinstance(prompt, str):
             return pack_ids(prompt)
-        return await self._run(len(prompt), lambda: pack_ids(self.prompter.encode_text(prompt, add_special_tokens)))
+        return await self.run(len(prompt), lambda: pack_ids(self.prompter.encode_text(prompt, add_special_tokens)))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text with its special tokens, so that encoding it again gives the ids."""
-        return await self._run(4 * len(ids), lambda: self.prompter.decode(ids, skip_special_tokens=False))
+        return await self.run(4 * len(ids), lambda: self.prompter.decode(ids, skip_special_tokens=False))
 
-    async def _run(self, size: int, work: Callable[[], _T]) -> _T:
+    async def run(self, size: int, work: Callable[[], _T]) -> _T:
+        """Do `work` here, or in a thread when it is about more than some bytes."""
         try:
             if size <= LONG_TEXT_BYTES:
                 return work()

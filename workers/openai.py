@@ -109,6 +109,11 @@ class GenerationRequest:
     body: bytes
 
     @property
+    def only_echoes(self) -> bool:
+        """Whether the answer is the prompt and nothing else, so that no engine has to do with it."""
+        return self.max_tokens == 0 and self.logprobs is None
+
+    @property
     def resume(self) -> Resume | None:
         return self.field.resume if self.field is not None else None
 

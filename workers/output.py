@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-__all__ = ["OutputText"]
+__all__ = ["Decode", "OutputText"]
+
+Decode = Callable[[Sequence[int]], str]
 
 _UNDECODABLE: Final = "\ufffd"
 
@@ -31,36 +33,35 @@ _LONG_WINDOW: Final = 16
 class OutputText:
     """The text of one sequence: `push` ids, then `finish`; each returns what is new to show."""
 
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, include_stop: bool = False
-    ) -> None:
+    def __init__(self, decode: Decode, stop: Sequence[str] = (), *, include_stop: bool = False) -> None:
         """`include_stop`: the text ends behind the stop string."""
         self.num_chars = 0
         """Characters decoded so far, shown or held back; those of an unfinished one are not among them."""
         self._detokenizer = _Detokenizer(decode)
-        self._stops = _StopFinder(stop, include_stop)
+        self._stops = _StopFinder(stop, include_stop) if stop else None
 
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the text. Whatever is pushed afterwards is not part of it."""
-        return self._stops.found
+        return self._stops.found if self._stops is not None else None
 
-    def push(self, ids: Sequence[int], *, may_stop: bool = True) -> str:
+    def push(self, ids: Sequence[int], may_stop: bool = True) -> str:
         """`may_stop` False: a stop string that is complete with these ids does not count."""
         text = self._detokenizer.push(ids)
         self.num_chars += len(text)
-        return self._stops.push(text, may_stop)
+        return text if self._stops is None else self._stops.push(text, may_stop)
 
     def finish(self) -> str:
         """No more ids will come: what was held back."""
-        return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+        text = self._detokenizer.finish()
+        return text if self._stops is None else self._stops.push(text) + self._stops.finish()
 
 
 class _Detokenizer:
     """Decodes a window, not the whole: the last ids whose text is out, for decoders that look to the left, then those
     whose text may still change. So a token costs the same at any length."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._window: list[int] = []
         self._num_context = 0  # ids at the start of the window whose text is all out
@@ -123,8 +124,6 @@ class _StopFinder:
         self.found: str | None = None
 
     def push(self, delta: str, may_stop: bool = True) -> str:
-        if not self._stops:
-            return delta
         if self.found is not None or not delta:
             return ""
         text = self._held + delta

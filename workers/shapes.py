@@ -90,16 +90,23 @@ class Shape:
 
     def opening(self, index: int, opening: Opening, usage: Usage | None = None) -> bytes:
         """The event that opens a choice, sent with its first token; b'' where a text completion has nothing to say yet."""
-        prompt = b"" if opening.prompt_ids is None else b',"prompt_token_ids":%b' % _encode(opening.prompt_ids)
+        echo, prompt, inner = opening.echo, b"", self._nothing
+        if opening.prompt_ids is not None:
+            prompt = b',"prompt_token_ids":%b' % _encode(opening.prompt_ids)
         if self._chat:
-            role = b'"delta":{"role":"assistant","content":""}'
-            return self._event(b'{"index":%d,%b,"logprobs":null,"finish_reason":null}' % (index, role), usage, prompt)
-        if opening.echo is None and opening.prompt_ids is None:
+            inner = b'"delta":{"role":"assistant","content":""}'
+        elif echo is not None:
+            inner = self._content(echo.pieces)
+        elif not prompt:
             return b""
-        echo = opening.echo
-        content, logprobs = (self._nothing, b"null") if echo is None else self._content_and_logprobs(echo)
-        return self._event(
-            b'{"index":%d,%b,"logprobs":%b,"finish_reason":null%b}' % (index, content, logprobs, prompt), usage
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":null%b}]%b%b}\n\n' % (
+            self._chunk,
+            index,
+            inner,
+            b"null" if echo is None else self._logprobs_of_delta(echo),
+            b"" if self._chat else prompt,
+            prompt if self._chat else b"",
+            b"" if usage is None else _usage_member(usage),
         )
 
     def event(self, index: int, delta: Delta, *, numbered: bool, usage: Usage | None = None) -> bytes:
@@ -109,13 +116,18 @@ class Shape:
             reason = b'"%b","stop_reason":%b' % (delta.end.reason.encode(), _encode(delta.end.stopped_by))
         if self._token_ids:
             reason += b',"token_ids":%b' % _encode(delta.ids)
-        content, logprobs = self._content_and_logprobs(delta)
-        choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (index, content, logprobs, reason)
-        event = self._event(choice, usage)
-        return _id_line(delta) + event if numbered and delta.ids else event
+        return b'%b%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
+            _id_line(delta) if numbered else b"",
+            self._chunk,
+            index,
+            self._content(delta.pieces),
+            self._logprobs_of_delta(delta),
+            reason,
+            b"" if usage is None else _usage_member(usage),
+        )
 
     def usage(self, usage: Usage) -> bytes:
-        return self._event(b"", usage)
+        return b"%b]%b}\n\n" % (self._chunk, _usage_member(usage))
 
     def whole(self, choices: Sequence[tuple[Opening, Sequence[Delta]]], usage: Usage) -> bytes:
         """`choices` in the order of their indices, each with all its deltas."""
@@ -129,17 +141,6 @@ class Shape:
             answer["prompt_token_ids"] = choices[0][0].prompt_ids
         return _encode(answer)
 
-    def _event(self, choice: bytes, usage: Usage | None, outer: bytes = b"") -> bytes:
-        if usage is not None:
-            outer += b',"usage":%b' % _encode(usage.as_json())
-        return b"%b%b]%b}\n\n" % (self._chunk, choice, outer)
-
-    def _content_and_logprobs(self, delta: Delta) -> tuple[bytes, bytes]:
-        logprobs = b"null"
-        if self._logprobs and delta.ids:
-            logprobs = _encode(self._logprobs_of(delta.ids, delta.logprobs, delta.offsets))
-        return self._content(delta.pieces), logprobs
-
     def _content(self, pieces: Sequence[Piece]) -> bytes:
         if not pieces:
             return self._nothing
@@ -148,6 +149,11 @@ class Shape:
         if self._chat:
             return b'"delta":%b' % _encode(delta_message(pieces))
         return self._text % _encode(joined_text(pieces, Content))
+
+    def _logprobs_of_delta(self, delta: Delta) -> bytes:
+        if not self._logprobs or not delta.ids:
+            return b"null"
+        return _encode(self._logprobs_of(delta.ids, delta.logprobs, delta.offsets))
 
     def _logprobs_of(
         self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], offsets: Sequence[int]
@@ -181,9 +187,14 @@ class Shape:
 
 
 def _id_line(delta: Delta) -> bytes:
-    if len(delta.ids) == 1:
-        return b"id: %d:%d\n" % (delta.num_told, delta.ids[0])
-    return b"id: %d:%b\n" % (delta.num_told, ",".join(map(str, delta.ids)).encode())
+    ids = delta.ids
+    if len(ids) == 1:
+        return b"id: %d:%d\n" % (delta.num_told, ids[0])
+    return b"id: %d:%b\n" % (delta.num_told, ",".join(map(str, ids)).encode()) if ids else b""
+
+
+def _usage_member(usage: Usage) -> bytes:
+    return b',"usage":%b' % _encode(usage.as_json())
 
 
 def error_event(error: ApiError) -> bytes:
