@@ -1,7 +1,7 @@
 """The JSON bodies of generation requests: which fields there are, of which types, within which bounds. Pure data.
 
-Types are strict (a bool is no int, 1.0 is no int, NaN is no number), null is the same as absent, a field given twice counts
-as the last one says, and fields that are not named here pass. What one field means for another is `workers.openai`'s.
+Types are strict (a bool is no int, 1.0 is no int, NaN is no number), null is the same as absent, of a field that is given twice
+the last one counts, and fields that are not named here pass. What one field means for another is `workers.openai`'s.
 """
 
 from __future__ import annotations

@@ -50,12 +50,18 @@ def delta_message(pieces: Sequence[Piece]) -> dict[str, Any]:
         delta["reasoning"] = reasoning
     if content := joined_text(pieces, Content):
         delta["content"] = content
-    calls = [{"index": start.index, **_call(start, "")} for start in pieces if isinstance(start, CallStart)]
-    calls += [
-        {"index": piece.index, "function": {"arguments": piece.text}}
-        for piece in pieces
-        if isinstance(piece, CallArguments)
-    ]
-    if calls:
+    if calls := _calls_of_delta(pieces):
         delta["tool_calls"] = calls
     return delta
+
+
+def _calls_of_delta(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    """One entry a call: some clients take a second one of the same index for the next call."""
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            calls[piece.index] = {"index": piece.index, **_call(piece, "")}
+        elif isinstance(piece, CallArguments):
+            call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += piece.text
+    return list(calls.values())

@@ -274,7 +274,7 @@ def _tool_use(fields: ChatBody) -> ToolUse | None:
         if choice.type != "function" or name not in {tool.function.name for tool in tools}:
             raise invalid_value("'tool_choice' names no function of 'tools'.", "tool_choice")
         return ToolUse(tools, "named", parallel=False, name=name)
-    match choice or "auto":
+    match "auto" if choice is None else choice:
         case "none" | "auto" | "required" as word:
             return ToolUse(tools, word, parallel)
         case _:

@@ -70,6 +70,10 @@ def code_of(answer: httpx.Response) -> str:
     return code
 
 
+def data_of(answer: httpx.Response) -> list[str]:
+    return [event.partition("data: ")[2] for event in answer.text.split("\n\n") if event]
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/simulated"])
 async def test_away_from_loopback_only_gateways_see_the_models(path: str) -> None:
     async with replica(engine_over(quick_runner()), on_loopback=False) as (http, _):
@@ -223,7 +227,7 @@ async def test_an_error_after_the_first_token_is_an_event(n: int) -> None:
     async with replica(scripted(fails_at(3))) as (http, _):
         answer = await http.post(CHAT, json={**BODY, "stream": True, "n": n})
 
-    events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
+    events = data_of(answer)
     assert answer.status_code == 200
     assert json.loads(events[-1])["error"]["code"] == "engine_error"
     assert "[DONE]" not in events
@@ -235,7 +239,7 @@ async def test_a_character_that_lies_across_two_tokens_is_sent_whole() -> None:
     async with replica(scripted(lambda place: ids[place])) as (http, _):
         answer = await http.post(CHAT, json={**BODY, "stream": True, "max_tokens": len(ids)})
 
-    events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
+    events = data_of(answer)
     contents = [json.loads(event)["choices"][0]["delta"].get("content", "") for event in events[:-1]]
     assert "".join(contents) == "ab世界cd"
     assert not any("\ufffd" in content for content in contents)

@@ -1,0 +1,143 @@
+"""A stream that is cut after any of its events and resumed on another worker is, joined, the stream that was not cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from router.prompt import Prompter, TokenizerFiles, load_prompter
+from router.wire import encode_ids, pack_ids
+from tests.router import tiny_tokenizer as tiny
+from tests.workers.scripted_engine import ScriptedEngine
+from workers.protocol import EngineInfo
+from workers.server import ReplicaApp
+from workers.simulated import simulated_info
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+CREDENTIAL = "secret"
+
+FILES = TokenizerFiles.from_hf(tokenizer_json=tiny.byte_level(), config_json=tiny.CONFIG)
+PROMPTER = load_prompter(FILES)
+(EOS,) = PROMPTER.eos_ids
+INFO: EngineInfo = msgspec.structs.replace(
+    simulated_info(max_model_len=4096), vocab_size=PROMPTER.max_id + 1, eos_ids=[EOS], precision="int8"
+)
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+
+
+def ids_of(text: str) -> list[int]:
+    return PROMPTER.encode_text(text, add_special_tokens=False).tolist()
+
+
+@asynccontextmanager
+async def worker(engine: ScriptedEngine, prompter: Prompter = PROMPTER) -> AsyncIterator[httpx.AsyncClient]:
+    """Answers come whole: the transport hands a body over when the app has finished."""
+    with ThreadPoolExecutor(1) as executor:
+        app = ReplicaApp(
+            engine=engine,
+            info=await engine.start(),
+            files=FILES,
+            prompter=prompter,
+            executor=executor,
+            credential=CREDENTIAL,
+            on_loopback=True,
+        )
+        headers = {"authorization": f"Bearer {CREDENTIAL}"}
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://worker", headers=headers
+        ) as http:
+            yield http
+
+
+async def events_of(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[str]:
+    answer = await http.post(path, json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.text.endswith("\n\n")
+    return answer.text[:-2].split("\n\n")
+
+
+def told_ids(events: Sequence[str]) -> list[int]:
+    """What a gateway learns from the events that came; every id is told once, in order."""
+    told: list[int] = []
+    for event in events:
+        if event.startswith("id: "):
+            number, _, ids = event.partition("\n")[0].removeprefix("id: ").partition(":")
+            assert int(number) == len(told)
+            told += [int(id_) for id_ in ids.split(",")]
+    return told
+
+
+def data_of(event: str) -> Any:
+    data = event.partition("data: ")[2]
+    return data if data == "[DONE]" else json.loads(data)
+
+
+def resumption(events: Sequence[str]) -> dict[str, Any]:
+    head = data_of(events[0])
+    ids = encode_ids(pack_ids(told_ids(events)))
+    return {"seed": 1, "resume": {"ids": ids, "response_id": head["id"], "created": head["created"]}}
+
+
+SENTENCE = "the quick brown fox jumps over the lazy dog. It's naïve, 日本語, emoji 👩‍🚀 and café; the fox runs."
+CALLS = (
+    "I look.\n"
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris </tool_call> ü", "n": [1, {"a": 2}]}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
+)
+USAGE = {"stream_options": {"include_usage": True}}
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "plain": (CHAT, {}, SENTENCE),
+    "usage in every event": (
+        CHAT,
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        SENTENCE,
+    ),
+    "length": (CHAT, {"max_tokens": 17, **USAGE}, SENTENCE),
+    "stop string": (CHAT, {"stop": ["over the lazy d", "never"], **USAGE}, SENTENCE),
+    "stop string shown": (TEXT, {"stop": ["lazy"], "include_stop_str_in_output": True, "max_tokens": 99}, SENTENCE),
+    "held back to the end": (CHAT, {"stop": ["the fox runs. And"], **USAGE}, SENTENCE),
+    "stop token": (CHAT, {"stop_token_ids": [ids_of("日")[-1]], **USAGE}, SENTENCE),
+    "min_tokens": (CHAT, {"stop": ["o", "over the"], "min_tokens": 21, **USAGE}, SENTENCE),
+    "chat logprobs": (CHAT, {"logprobs": True, "top_logprobs": 3, **USAGE}, SENTENCE),
+    "text logprobs": (TEXT, {"logprobs": 2, "max_tokens": 99, "stop": ["emoji 👩‍🚀"]}, SENTENCE),
+    "echo": (TEXT, {"echo": True, "max_tokens": 12, "return_token_ids": True}, SENTENCE),
+    "echo with logprobs": (TEXT, {"echo": True, "logprobs": 1, "max_tokens": 12, **USAGE}, SENTENCE),
+    "special tokens shown": (CHAT, {"skip_special_tokens": False, "return_token_ids": True}, "a<|im_start|>b<think>c"),
+    "tools": (CHAT, {"tools": [TOOL], **USAGE}, CALLS),
+    "one tool": (CHAT, {"tools": [TOOL], "parallel_tool_calls": False}, CALLS),
+    "tools with logprobs": (CHAT, {"tools": [TOOL], "logprobs": True, **USAGE}, CALLS),
+    "tools cut by length": (CHAT, {"tools": [TOOL], "max_tokens": 60}, CALLS),
+    "no text at all": (CHAT, USAGE, ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_stream_cut_after_any_event_goes_on_elsewhere_without_a_seam(name: str) -> None:
+    path, extra, answer = CASES[name]
+    script = [*ids_of(answer), EOS]
+    prompt = {"messages": [{"role": "user", "content": "go"}]} if path == CHAT else {"prompt": "the café says"}
+    body = {**prompt, **extra, "warmpath": {"seed": 1}}
+    async with (
+        worker(ScriptedEngine(INFO, lambda _: script)) as first,
+        worker(ScriptedEngine(INFO, lambda _: script)) as second,
+    ):
+        whole = await events_of(first, path, body)
+
+        for cut in range(1, len(whole)):
+            seen = whole[:cut]
+            rest = await events_of(second, path, {**body, "warmpath": resumption(seen)})
+            if '"choices":[],' in seen[-1]:  # the usage was seen already; who resumes so late drops it
+                rest = rest[1:]
+            assert [*seen, *rest] == whole, f"cut after event {cut}"
+
+    assert whole[-1] == "data: [DONE]"
+    assert told_ids(whole) == script[: len(told_ids(whole))]
