@@ -1,7 +1,7 @@
 """One tool call as a model writes it, ``{"name": "f", "arguments": {…}}``, read as its text comes. Pure.
 
-The reader knows as much JSON as it takes to see where each member begins and ends: brackets, strings, escapes. The arguments
-are handed on as the model wrote them, be they JSON or not.
+The reader knows as much JSON as it takes to see where each member begins and ends: strings, escapes, how many brackets are open
+(not of which kind, so one that was forgotten costs less). The arguments are handed on as the model wrote them, JSON or not.
 
 What must hold: each character is looked at once, and what comes of the text does not depend on how it is cut.
 """
@@ -113,7 +113,7 @@ class CallReader:
         elif self._key == "arguments":
             self._sink = self._arguments = [char]
             self.ended = char != "{"
-            self.announced = self.name is not None
+            self.announced = not self.ended and self.name is not None
 
     def _read_inside(self, text: str, start: int, end: int) -> int:
         if self._at is _At.IN_SCALAR:

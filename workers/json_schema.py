@@ -1,0 +1,112 @@
+"""A client's JSON schema, made ready for llguidance: how large it may be, and how the JSON shall look. Pure.
+
+llguidance bounds its own work but for one thing: whether strings can obey several patterns at once. The time for that doubles
+with each pattern (0.1 s for 17 of them, minutes for 30), so we count how many meet in one place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from workers.api_error import invalid_value
+
+__all__ = ["is_lenient", "ready_schema"]
+
+MAX_SCHEMA_BYTES: Final = 65_536
+MAX_DEPTH: Final = 64
+"""Objects and lists within each other. llguidance itself reads 127."""
+MAX_PATTERNS_AT_ONCE: Final = 8
+
+_CHILDREN: Final = ("properties", "patternProperties", "$defs", "definitions")
+_CHILD: Final = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames")
+
+
+_STYLE: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+"""Spaces where JSON allows them, but not without end: small models would rather indent for ever than close a bracket."""
+
+
+def ready_schema(schema: Any, param: str, *, lenient: bool = False) -> dict[str, Any]:
+    """`lenient`: keywords that llguidance does not know are left out, instead of being a fault. Raises `ApiError` 400."""
+    if not isinstance(schema, dict):
+        raise invalid_value(f"'{param}' must be a JSON schema, an object.", param)
+    if _is_deeper_than(schema, MAX_DEPTH):
+        raise invalid_value(f"'{param}' is nested more than {MAX_DEPTH} levels deep.", param)
+    if len(json.dumps(schema)) > MAX_SCHEMA_BYTES:
+        raise invalid_value(f"'{param}' takes more than {MAX_SCHEMA_BYTES} bytes.", param)
+    try:
+        patterns = _Patterns(schema).at_once(schema)
+    except RecursionError as error:
+        raise invalid_value(f"'{param}' has too long a chain of references.", param) from error
+    if patterns > MAX_PATTERNS_AT_ONCE:
+        raise invalid_value(f"'{param}' has more than {MAX_PATTERNS_AT_ONCE} patterns for one string.", param)
+    return {**schema, "x-guidance": _STYLE | {"lenient": True} if lenient else _STYLE}
+
+
+def is_lenient(wrapper: Mapping[str, Any], param: str) -> bool:
+    """``strict: false`` beside a schema asks for as much of it as can be had. Who says nothing gets all of it or an error."""
+    strict = wrapper.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise invalid_value(f"'{param}.strict' must be a boolean.", f"{param}.strict")
+    return strict is False
+
+
+def _is_deeper_than(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [child for item in level for child in _inside(item)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> list[Any]:
+    """Objects and lists right inside an object or list."""
+    children = value.values() if isinstance(value, dict) else value
+    return [child for child in children if isinstance(child, dict | list)]
+
+
+class _Patterns:
+    """Counts, never too low, how many patterns one string of an instance may have to obey."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._known: dict[int, int] = {}  # by the identity of a schema, which lives as long as the root
+
+    def at_once(self, schema: Any) -> int:
+        if not isinstance(schema, dict):
+            return 0
+        if id(schema) in self._known:
+            return self._known[id(schema)]
+        self._known[id(schema)] = 0  # what refers to itself adds nothing to itself
+        count = self._of_its_own(schema)
+        count += sum(map(self.at_once, _list(schema.get("allOf"))))
+        for key in ("anyOf", "oneOf"):
+            count += max(map(self.at_once, _list(schema.get(key))), default=0)
+        if isinstance(schema.get("$ref"), str):
+            count += self.at_once(self._target(schema["$ref"]))
+        self._known[id(schema)] = count
+        return count
+
+    def _of_its_own(self, schema: Mapping[str, Any]) -> int:
+        """For the schema's own string, or for one further inside, which is another one."""
+        of_keys = schema.get("patternProperties")
+        own = ("pattern" in schema) + ("format" in schema) + (len(of_keys) if isinstance(of_keys, dict) else 0)
+        children = [schema.get(key) for key in _CHILD] + _list(schema.get("prefixItems")) + _list(schema.get("items"))
+        for key in _CHILDREN:
+            named = schema.get(key)
+            children += named.values() if isinstance(named, dict) else []
+        return max(own, *map(self.at_once, children))
+
+    def _target(self, reference: str) -> Any:
+        """None for what is not in the schema, which llguidance refuses."""
+        value: Any = self._root
+        path, _, pointer = reference.partition("#")
+        for part in pointer.split("/")[1:]:
+            value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
+        return None if path else value
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
