@@ -1,4 +1,6 @@
-"""Text → token ids, off the event loop when that takes long. Errors of a prompt become the client's 400."""
+"""Text → token ids, off the event loop when that takes long, as may other work for a request. Errors of a prompt become the
+client's 400.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,12 @@ class Encoder:
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
         """Do `work` here, or in a thread when it is about more than some bytes."""
         try:
-            if size <= LONG_TEXT_BYTES:
-                return work()
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+            return work() if size <= LONG_TEXT_BYTES else await self.in_thread(work)
         except PromptError as error:
             raise ApiError(400, "invalid_prompt", str(error)) from error
+
+    async def in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _encode_chat(self, body: bytes) -> bytes:
         # The date that a template may write is UTC's, as it is at the gateway: the same talk gives the same ids at both.

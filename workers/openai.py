@@ -52,11 +52,6 @@ class ToolUse:
     """Of the function that must be called, with ``named``."""
 
     @property
-    def looked_for(self) -> bool:
-        """Whether what the model writes may be calls."""
-        return self.choice != "none"
-
-    @property
     def forced(self) -> bool:
         return self.choice in ("required", "named")
 

@@ -13,10 +13,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import xxhash
-
-from router.wire import pack_ids
-from workers.api_error import invalid_value
+from router.wire import pack_ids, unpack_ids
+from workers.api_error import ApiError, invalid_value
 from workers.choice import Choice
 from workers.echo import Echo, echo_of
 from workers.encoder import Encoder
@@ -25,9 +23,11 @@ from workers.message import MessageParser
 from workers.openai import GenerationRequest
 from workers.output import Decode, OutputText
 from workers.prompts import completion_prompts
-from workers.protocol import EngineInfo, Submit
+from workers.protocol import EngineInfo, Grammar, Submit
+from workers.reading import asks_for_constraint, constraint_of, parser_of
 from workers.shapes import Usage
 from workers.submission import check_request, context_length, given_ids, resumed_ids, submissions
+from workers.tags import ModelTags, ReasoningState
 
 __all__ = ["PreparedAnswer", "PreparedChoice", "Preparer"]
 
@@ -64,12 +64,18 @@ class Preparer:
         self._eos_ids = frozenset(info.eos_ids)
         self._encoder = encoder
         self._rids = itertools.count(1)
+        prompter = encoder.prompter
+        self._tags = ModelTags.of(
+            lambda text: prompter.encode_text(text, add_special_tokens=False), prompter.special_ids
+        )
 
     async def prepare(self, request: GenerationRequest, request_id: str) -> PreparedAnswer:
         """Raises `ApiError`."""
         prompts = await self._encode(request)
         check_request(request, prompts, self._info)
         resumed = resumed_ids(request, self._info)
+        state = self._reasoning_state(request, prompts[0])
+        grammar = await self._grammar(request, state)
         response_id, created = _identity(request, request_id)
         echoes = await self._echoes(request, prompts)
         submits = submissions(
@@ -79,16 +85,21 @@ class Preparer:
             request_id=request_id,
             seed=request.seed if request.seed is not None else secrets.randbits(64),
             rids=self._rids,
+            grammar=grammar,
             resume=pack_ids(resumed),
         )
         choices = [
-            PreparedChoice(submit, self._choice(request, index, response_id, echo), echo)
+            PreparedChoice(
+                submit,
+                self._choice(request, index, echo, parser_of(request, state, index=index, response_id=response_id)),
+                echo,
+            )
             for index, (submit, echo) in enumerate(
                 zip(submits, [echo for echo in echoes for _ in range(request.n)], strict=True)
             )
         ]
-        for prepared in choices:
-            self._replay(resumed, prepared)
+        # An id costs some 5 us to replay.
+        await self._encoder.run(16 * len(resumed), lambda: self._replay(resumed, choices[0]))
         return PreparedAnswer(response_id, created, choices, request.n)
 
     async def _encode(self, request: GenerationRequest) -> list[bytes]:
@@ -102,6 +113,21 @@ class Preparer:
             for prompt in completion_prompts(request.prompt)
         ]
 
+    def _reasoning_state(self, request: GenerationRequest, prompt: bytes) -> ReasoningState | None:
+        """None: no thoughts are looked for. A text completion is text, whatever tags it has."""
+        if not request.chat or self._tags.reasoning is None:
+            return None
+        return self._tags.reasoning.state_of(unpack_ids(prompt))
+
+    async def _grammar(self, request: GenerationRequest, state: ReasoningState | None) -> Grammar | None:
+        if not asks_for_constraint(request):
+            return None
+        if self._info.precision == "simulated":
+            message = "A simulated model cannot be made to obey a grammar: no 'response_format', no forced tool calls."
+            raise ApiError(400, "unsupported_parameter", message, param=_constraining_field(request))
+        constraint = await self._encoder.in_thread(lambda: constraint_of(request))
+        return None if constraint is None else constraint.grammar(self._tags, state or "closed")
+
     async def _echoes(self, request: GenerationRequest, prompts: Sequence[bytes]) -> list[Echo | None]:
         if not request.echo:
             return [None for _ in prompts]
@@ -114,7 +140,9 @@ class Preparer:
             lambda: echo_of(packed, text, self._decode(request), offsets=request.logprobs is not None),
         )
 
-    def _choice(self, request: GenerationRequest, index: int, response_id: str, echo: Echo | None) -> Choice:
+    def _choice(
+        self, request: GenerationRequest, index: int, echo: Echo | None, parser: MessageParser | None
+    ) -> Choice:
         return Choice(
             index,
             OutputText(self._decode(request), request.stop, include_stop=request.include_stop),
@@ -124,7 +152,7 @@ class Preparer:
             eos_ids=() if request.ignore_eos else self._eos_ids,
             logprobs=request.logprobs is not None,
             num_chars_before=len(echo.text) if echo is not None else 0,
-            parser=_parser(request, index, response_id),
+            parser=parser,
             show_reasoning=request.include_reasoning,
             calls_end_it=request.tool_use is not None and request.tool_use.choice != "named",
         )
@@ -166,12 +194,7 @@ def _texts(request: GenerationRequest, num_prompts: int) -> list[str | None]:
     return [prompt if isinstance(prompt, str) else None for prompt in completion_prompts(request.prompt)]
 
 
-def _parser(request: GenerationRequest, index: int, response_id: str) -> MessageParser | None:
-    use = request.tool_use
-    if use is None or not use.looked_for:
-        return None
-    return MessageParser(
-        tools=True,
-        parallel=use.parallel,
-        call_id=lambda number: f"call_{xxhash.xxh3_64_hexdigest(f'{response_id}/{index}/{number}'.encode())}",
-    )
+def _constraining_field(request: GenerationRequest) -> str:
+    if request.structured_outputs:
+        return "structured_outputs"
+    return "tool_choice" if request.tool_use is not None and request.tool_use.forced else "response_format"

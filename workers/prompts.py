@@ -51,6 +51,7 @@ class ToolFunction(msgspec.Struct, frozen=True):
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
     parameters: dict[str, Any] | None = None
     """The JSON schema of its arguments; None: any object."""
+    strict: bool | None = None
 
 
 class Tool(msgspec.Struct, frozen=True):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
+from starlette.types import Message
 
-from router.prompt import Prompter, TokenizerFiles, load_prompter
+from router.prompt import TokenizerFiles, load_prompter
 from router.wire import encode_ids, pack_ids
 from tests.router import tiny_tokenizer as tiny
 from tests.workers.scripted_engine import ScriptedEngine
@@ -23,6 +24,12 @@ from workers.simulated import simulated_info
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 CREDENTIAL = "secret"
+SCOPE: dict[str, Any] = {
+    "type": "http",
+    "method": "POST",
+    "query_string": b"",
+    "headers": [(b"content-type", b"application/json"), (b"authorization", f"Bearer {CREDENTIAL}".encode())],
+}
 
 FILES = TokenizerFiles.from_hf(tokenizer_json=tiny.byte_level(), config_json=tiny.CONFIG)
 PROMPTER = load_prompter(FILES)
@@ -30,38 +37,49 @@ PROMPTER = load_prompter(FILES)
 INFO: EngineInfo = msgspec.structs.replace(
     simulated_info(max_model_len=4096), vocab_size=PROMPTER.max_id + 1, eos_ids=[EOS], precision="int8"
 )
-TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
 
 
 def ids_of(text: str) -> list[int]:
     return PROMPTER.encode_text(text, add_special_tokens=False).tolist()
 
 
+Worker = Callable[[str, dict[str, Any]], Awaitable[list[str]]]
+"""Path and body → the events of the stream."""
+
+
 @asynccontextmanager
-async def worker(engine: ScriptedEngine, prompter: Prompter = PROMPTER) -> AsyncIterator[httpx.AsyncClient]:
-    """Answers come whole: the transport hands a body over when the app has finished."""
+async def worker(engine: ScriptedEngine) -> AsyncIterator[Worker]:
+    """Called as a server would call it: a connection for each of a thousand streams takes longer than they do."""
+
+    async def events_of(path: str, body: dict[str, Any]) -> list[str]:
+        sent: list[Message] = []
+        encoded = msgspec.json.encode({**body, "stream": True})
+        incoming: list[Message] = [{"type": "http.request", "body": encoded, "more_body": False}]
+
+        async def receive() -> Message:
+            return incoming.pop() if incoming else await asyncio.get_running_loop().create_future()
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await app({**SCOPE, "path": path}, receive, send)
+        text = b"".join(message.get("body", b"") for message in sent).decode()
+        assert sent[0]["status"] == 200, text
+        assert text.endswith("\n\n")
+        return text[:-2].split("\n\n")
+
     with ThreadPoolExecutor(1) as executor:
         app = ReplicaApp(
             engine=engine,
             info=await engine.start(),
             files=FILES,
-            prompter=prompter,
+            prompter=PROMPTER,
             executor=executor,
             credential=CREDENTIAL,
             on_loopback=True,
         )
-        headers = {"authorization": f"Bearer {CREDENTIAL}"}
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://worker", headers=headers
-        ) as http:
-            yield http
-
-
-async def events_of(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[str]:
-    answer = await http.post(path, json={**body, "stream": True})
-    assert answer.status_code == 200, answer.text
-    assert answer.text.endswith("\n\n")
-    return answer.text[:-2].split("\n\n")
+        yield events_of
 
 
 def told_ids(events: Sequence[str]) -> list[int]:
@@ -88,10 +106,11 @@ def resumption(events: Sequence[str]) -> dict[str, Any]:
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. It's naïve, 日本語, emoji 👩‍🚀 and café; the fox runs."
 CALLS = (
-    "I look.\n"
-    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris </tool_call> ü", "n": [1, {"a": 2}]}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
+    "So.\n"
+    '<tool_call>\n{"name": "run", "arguments": {"a": "</tool_call> ü", "b": [1]}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
 )
+THOUGHTS = "<think>\nHm, 日本?\n</think>\n\n"
 USAGE = {"stream_options": {"include_usage": True}}
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -115,7 +134,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "tools": (CHAT, {"tools": [TOOL], **USAGE}, CALLS),
     "one tool": (CHAT, {"tools": [TOOL], "parallel_tool_calls": False}, CALLS),
     "tools with logprobs": (CHAT, {"tools": [TOOL], "logprobs": True, **USAGE}, CALLS),
-    "tools cut by length": (CHAT, {"tools": [TOOL], "max_tokens": 60}, CALLS),
+    "tools cut by length": (CHAT, {"tools": [TOOL], "max_tokens": 45}, CALLS),
+    "reasoning": (CHAT, USAGE, THOUGHTS + SENTENCE),
+    "reasoning and tools": (CHAT, {"tools": [TOOL], **USAGE}, THOUGHTS + CALLS),
+    "reasoning left out": (CHAT, {"include_reasoning": False, "logprobs": True, **USAGE}, THOUGHTS + "so"),
+    "json": (CHAT, {"response_format": {"type": "json_object"}, **USAGE}, '{"a": [1, "日本"]}'),
+    "forced tool": (CHAT, {"tools": [TOOL], "tool_choice": "required", **USAGE}, CALLS.partition("\n")[2]),
+    "penalties": (CHAT, {"frequency_penalty": 1, "logit_bias": {"5": 2}, "min_p": 0.1, **USAGE}, SENTENCE),
     "no text at all": (CHAT, USAGE, ""),
 }
 
@@ -130,11 +155,11 @@ async def test_a_stream_cut_after_any_event_goes_on_elsewhere_without_a_seam(nam
         worker(ScriptedEngine(INFO, lambda _: script)) as first,
         worker(ScriptedEngine(INFO, lambda _: script)) as second,
     ):
-        whole = await events_of(first, path, body)
+        whole = await first(path, body)
 
         for cut in range(1, len(whole)):
             seen = whole[:cut]
-            rest = await events_of(second, path, {**body, "warmpath": resumption(seen)})
+            rest = await second(path, {**body, "warmpath": resumption(seen)})
             if '"choices":[],' in seen[-1]:  # the usage was seen already; who resumes so late drops it
                 rest = rest[1:]
             assert [*seen, *rest] == whole, f"cut after event {cut}"

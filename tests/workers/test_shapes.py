@@ -170,7 +170,8 @@ def test_arguments_that_come_alone_name_their_call_by_its_index() -> None:
 
 
 def test_a_whole_message_joins_the_pieces() -> None:
-    pieces = [CallStart(0, "c0", "f"), CallArguments(0, '{"a":'), CallArguments(0, "1}"), CallStart(1, "c1", "g")]
+    pieces: list[Piece] = [CallStart(0, "c0", "f"), CallArguments(0, '{"a":'), CallArguments(0, "1}")]
+    pieces.append(CallStart(1, "c1", "g"))
     deltas = [delta(Reasoning("h")), delta(Reasoning("m")), delta(*pieces, end=AnswerEnd("tool_calls"))]
 
     (choice,) = json.loads(shape(chat=True).whole([(Opening(), deltas)], USAGE))["choices"]
