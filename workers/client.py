@@ -380,7 +380,7 @@ class InProcessEngineClient(_Client):
         super().__init__(limits)
         self._engine = engine
         self._tokens_per_chunk = tokens_per_chunk
-        self._held: dict[int, list[int]] = {}  # rid → ids not handed out yet, of those that had their first output
+        self._held: dict[int, list[Output]] = {}  # rid → not handed out yet, of those that had their first output
         self._commands: list[ToEngine] = []
         self._commanded = asyncio.Event()
         self._driving: asyncio.Task[None] | None = None
@@ -436,14 +436,18 @@ class InProcessEngineClient(_Client):
             if not ended:
                 self._held[output.rid] = []
             return output
-        held += output.ids
+        held.append(output)
         if ended:
             del self._held[output.rid]
-        elif len(held) < self._tokens_per_chunk:
+        elif len(held) < self._tokens_per_chunk:  # each has one id, but the last one of a failed step
             return None
         else:
             self._held[output.rid] = []
-        return msgspec.structs.replace(output, ids=held)
+        return msgspec.structs.replace(
+            output,
+            ids=[token for each in held for token in each.ids],
+            logprobs=[logprob for each in held for logprob in each.logprobs],
+        )
 
     def _obey(self) -> None:
         commands, self._commands = self._commands, []

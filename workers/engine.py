@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from router.blocks import root_name
 from router.wire import unpack_ids
 from workers.block_pool import BlockPool
 from workers.ending import ending
-from workers.protocol import EngineInfo, FinishReason, Output, Sampling, StepReport, Submit
+from workers.protocol import EngineInfo, FinishReason, Output, Sampling, StepReport, Submit, TokenLogprob
+from workers.refusal import refusal
 from workers.scheduler import Scheduler, Slice
 from workers.sequence import Seq
 
-__all__ = ["DEFAULT_TOKEN_BUDGET", "Engine", "Runner", "ScheduledSeq"]
+__all__ = ["DEFAULT_TOKEN_BUDGET", "Engine", "RowResult", "Runner", "ScheduledSeq"]
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +53,28 @@ class ScheduledSeq:
     sampling: Sampling
     prompt_len: int
     """The client's prompt; ids at later positions were generated."""
+    ids: array[int]
+    """All of the sequence's so far, those to run now and later ones included. Only for the time of the step."""
+    allowed: bytes | None = None
+    """A bit for each token that the grammar allows now (`workers.adjust.Draw`); None: there is no grammar."""
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """How many of its rows tell how likely the prompt's next token was: those before the prompt's last one."""
+        if self.sampling.prompt_logprobs is None:
+            return 0
+        return max(0, min(len(self.tokens), self.prompt_len - 1 - self.start))
+
+
+class RowResult(NamedTuple):
+    """What a step gives for one row."""
+
+    token: int | None = None
+    """The id chosen, where `sample` is True."""
+    logprob: TokenLogprob | None = None
+    """Of that id, where the request asked for it."""
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+    """Of the tokens at positions `start` + 1 …, `num_prompt_logprobs` of them."""
 
 
 class Runner(Protocol):
@@ -59,8 +83,8 @@ class Runner(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def step(self, batch: Sequence[ScheduledSeq]) -> list[int | None]:
-        """Run every row; for each, the sampled id, or None where `sample` is False.
+    def step(self, batch: Sequence[ScheduledSeq]) -> list[RowResult]:
+        """Run every row; for each, what came of it.
 
         A row's result must not depend on the other rows. May raise: then nothing that this batch wrote is used.
         """
@@ -121,21 +145,22 @@ class Engine:
             sample=True,
             sampling=Sampling(max_tokens=1, temperature=0.0),
             prompt_len=start + num_tokens,
+            ids=array("I"),  # nothing is asked for that looks at them
         )
 
     def submit(self, submit: Submit) -> None:
         assert submit.rid not in self._seqs, "a rid is used once"
-        ids = unpack_ids(submit.prompt)
-        refusal = self._refusal(ids)
-        if refusal is not None:
-            self._outputs.append(Output(rid=submit.rid, ids=[], finish_reason="rejected", message=refusal))
+        prompt, resumed = unpack_ids(submit.prompt), unpack_ids(submit.resume)
+        why_not = refusal(prompt, resumed, submit.sampling, self.info, self._max_len)
+        if why_not is not None:
+            self._outputs.append(Output(rid=submit.rid, ids=[], finish_reason="rejected", message=why_not))
             return
         self._num_submitted += 1
         seq = Seq(
             rid=submit.rid,
             root=self._pool.root(submit.salt),
-            ids=ids,
-            prompt_len=len(ids),
+            ids=prompt + resumed,
+            prompt_len=len(prompt),
             sampling=submit.sampling,
             order=(submit.priority, self._num_submitted),
         )
@@ -184,23 +209,11 @@ class Engine:
             preemptions_total=scheduler.num_preemptions,
         )
 
-    def _refusal(self, ids: Sequence[int]) -> str | None:
-        """Why a prompt can never run here. The HTTP side has checked before; this keeps a slip from ending the engine."""
-        if not ids:
-            return "the prompt has no tokens"
-        if len(ids) >= self.info.max_model_len:
-            return f"a prompt of {len(ids)} tokens leaves no room to answer in a context of {self.info.max_model_len}"
-        if len(ids) >= self._max_len:
-            return f"a prompt of {len(ids)} tokens and its answer do not fit into {self._max_len} tokens of KV memory"
-        if max(ids) >= self.info.vocab_size:
-            return f"token id {max(ids)} is outside the vocabulary of {self.info.vocab_size}"
-        return None
-
     def _run(self, slices: list[Slice]) -> None:
         batch = [self._row(piece) for piece in slices]
         started = self.clock()
         try:
-            sampled = self._runner.step(batch)
+            results = self._runner.step(batch)
         except Exception as error:  # whatever a model can raise, out of memory included
             _logger.exception("a step of %d sequences failed", len(slices))
             self._fail(slices, error)
@@ -208,11 +221,13 @@ class Engine:
         self._failures = 0
         prefill_tokens = sum(piece.num_tokens for piece in slices if piece.seq.prefilling)
         self._rates.observe(prefill_tokens, self.clock() - started)
-        for piece, token in zip(slices, sampled, strict=True):
+        for piece, row, result in zip(slices, batch, results, strict=True):
+            seq = piece.seq
+            if result.prompt_logprobs:  # a preempted one computes again what it has
+                seq.prompt_logprobs += result.prompt_logprobs[len(seq.prompt_logprobs) - row.start :]
             self._scheduler.advance(piece)
-            if not piece.seq.num_uncomputed:
-                assert token is not None, "a runner samples where it is told to"
-                self._emit(piece.seq, token)
+            if not seq.num_uncomputed:
+                self._emit(seq, result)
 
     def _row(self, piece: Slice) -> ScheduledSeq:
         seq = piece.seq
@@ -228,16 +243,28 @@ class Engine:
             sample=end == len(seq.ids),
             sampling=seq.sampling,
             prompt_len=seq.prompt_len,
+            ids=seq.ids,
         )
 
-    def _emit(self, seq: Seq, token: int) -> None:
+    def _emit(self, seq: Seq, result: RowResult) -> None:
+        token = result.token
+        assert token is not None, "a runner samples where it is told to"
+        is_first = not seq.told
+        seq.told = True
         seq.ids.append(token)
         self._num_generated += 1
         reason = self._finish_reason(seq, token)
         if reason is not None:
             self._forget(seq)
         self._outputs.append(
-            Output(rid=seq.rid, ids=[token], cached_tokens=seq.cached_tokens or 0, finish_reason=reason)
+            Output(
+                rid=seq.rid,
+                ids=[token],
+                logprobs=[result.logprob] if result.logprob is not None else [],
+                prompt_logprobs=seq.prompt_logprobs if is_first else [],
+                cached_tokens=seq.cached_tokens or 0,
+                finish_reason=reason,
+            )
         )
 
     def _finish_reason(self, seq: Seq, token: int) -> FinishReason | None:

@@ -156,7 +156,7 @@ class Scheduler:
 
     def _wanted_key(self, seq: Seq, matched: list[Block]) -> BlockKey | None:
         """Of the first block that the cache could give, but has not."""
-        if len(matched) == matchable_blocks(len(seq.ids), self._block_size):
+        if len(matched) == seq.num_readable // self._block_size:
             return None
         return seq.block_key(len(matched), matched[-1] if matched else seq.root, self._block_size)
 
@@ -173,9 +173,11 @@ class Scheduler:
         seq.num_computed = len(matched) * self._block_size
         seq.prefill_end = len(seq.ids)
         if seq.cached_tokens is None:
-            seq.cached_tokens = seq.num_computed
+            # Of a resumed one the cache may give more than the prompt; what is told is what the prompt alone would have got.
+            most = matchable_blocks(seq.prompt_len, self._block_size) * self._block_size
+            seq.cached_tokens = min(seq.num_computed, most)
             self.num_prompt_tokens += seq.prompt_len
-            self.num_cached_tokens += seq.num_computed
+            self.num_cached_tokens += seq.cached_tokens
         insort(self._running, seq, key=lambda other: other.order)
         return True
 
@@ -189,5 +191,5 @@ class Scheduler:
         insort(self._waiting, seq, key=lambda other: other.order)
 
     def _match(self, seq: Seq) -> list[Block]:
-        """What the cache holds of its ids but the last, which must run to give logits."""
-        return self._pool.match(seq.root, seq.packed(0, len(seq.ids) - 1))
+        """What the cache holds of the ids that may be read from it."""
+        return self._pool.match(seq.root, seq.packed(0, seq.num_readable))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from router.wire import pack_ids
 from workers.block_pool import Block, BlockKey, Root
-from workers.protocol import Sampling
+from workers.protocol import Sampling, TokenLogprob
 
 __all__ = ["Seq"]
 
@@ -40,6 +40,20 @@ class Seq:
     """Prompt tokens found in the cache when it was admitted for the first time; None before that."""
     expected_cached: int = 0
     """While it waits: tokens that the cache would give, as of the last look."""
+
+    told: bool = False
+    """It has had its first output."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, as far as they are computed, where the request asked for them."""
+
+    @property
+    def num_readable(self) -> int:
+        """Ids whose KV may come from the cache: all but the last, which must run to give logits, as must those rows of the
+        prompt that are still to tell a logprob."""
+        num_told = len(self.prompt_logprobs)
+        if self.sampling.prompt_logprobs is not None and num_told < self.prompt_len - 1:
+            return num_told
+        return len(self.ids) - 1
 
     @property
     def num_uncomputed(self) -> int:

@@ -20,7 +20,7 @@ import msgspec
 
 from workers.api_error import ApiError
 from workers.choice import Delta
-from workers.logprobs import TokenBytes, chat_logprobs, completion_logprobs
+from workers.logprob_json import TokenBytes, chat_logprobs, completion_logprobs
 from workers.message import Content, Piece
 from workers.message_json import delta_message, joined_text, whole_message
 from workers.protocol import TokenLogprob

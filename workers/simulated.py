@@ -7,12 +7,16 @@ Time is the runner's own: a step advances `clock` by what the model of time says
 engine lets as much real time pass before it shows the step's outputs (`workers.client.InProcessEngineClient`).
 
 The text is a pure function of (seed, choice, position), so the same request gives the same text on every replica, and a
-continuation elsewhere has no seam. Ids are those of the trivial tokenizer (`router.trivial`): four bytes of ASCII each.
+continuation elsewhere has no seam. Of what a request asks of the sampler only its wishes about the end change it. Logprobs are
+those of the draw, which is uniform over a few words. There is no grammar. Ids are those of the trivial tokenizer
+(`router.trivial`): four bytes of ASCII each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from array import array
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,8 +25,8 @@ import xxhash
 from router.blocks import BLOCK_SIZE
 from router.trivial import EOS_ID
 from router.wire import unpack_ids
-from workers.engine import ScheduledSeq
-from workers.protocol import EngineInfo, Sampling
+from workers.engine import RowResult, ScheduledSeq
+from workers.protocol import EngineInfo, Sampling, TokenLogprob
 
 __all__ = ["SIMULATED_TOKEN_BUDGET", "SimulatedRunner", "TimeModel", "simulated_info"]
 
@@ -37,6 +41,8 @@ _INNER: Final = unpack_ids(
     b"old new red sun sea sky day man boy dog cat hat map way and but for not can may ran saw had got "
 )
 _LAST: Final = unpack_ids(b"me. it. us. so. up. on. in. by. ")
+
+_END: Final = array("I", [EOS_ID])
 
 _LEAST_TOKENS: Final = 32
 _MOST_TOKENS: Final = 256
@@ -106,22 +112,47 @@ class SimulatedRunner:
         """Simulated seconds since the start. Give it to the `Engine`, so that it measures what was simulated."""
         return self._now
 
-    def step(self, batch: Sequence[ScheduledSeq]) -> list[int | None]:
+    def step(self, batch: Sequence[ScheduledSeq]) -> list[RowResult]:
         self._now += self._time_model.step_s(batch)
-        return [
-            _next_id(row.sampling, row.start + len(row.tokens), row.prompt_len) if row.sample else None for row in batch
-        ]
+        return [_result(row) for row in batch]
 
 
-def _next_id(sampling: Sampling, position: int, prompt_len: int) -> int:
+def _result(row: ScheduledSeq) -> RowResult:
+    sampling, position = row.sampling, row.start + len(row.tokens)
+    prompt_logprobs = [
+        _prompt_logprob(row.ids[place], place, sampling.prompt_logprobs or 0)
+        for place in range(row.start + 1, row.start + 1 + row.num_prompt_logprobs)
+    ]
+    if not row.sample:
+        return RowResult(prompt_logprobs=prompt_logprobs)
     seed = (sampling.seed + sampling.choice) & 0xFFFF_FFFF_FFFF_FFFF
+    words = _END if _has_ended(sampling, seed, position, row.prompt_len) else _words(position)
+    token = words[_draw(seed, position) % len(words)]
+    logprob = _uniform(words, sampling.logprobs) if sampling.logprobs is not None else None
+    return RowResult(token, logprob, prompt_logprobs)
+
+
+def _has_ended(sampling: Sampling, seed: int, position: int, prompt_len: int) -> bool:
+    if position % _SENTENCE or sampling.ignore_eos:
+        return False
+    length = _LEAST_TOKENS + _draw(seed, 0) % (_MOST_TOKENS - _LEAST_TOKENS)
+    return position - prompt_len >= max(length, sampling.min_tokens)
+
+
+def _words(position: int) -> array[int]:
+    """What may be said at a position; each is as likely as the others."""
     place = position % _SENTENCE
-    if place == 0 and not sampling.ignore_eos:
-        length = _LEAST_TOKENS + _draw(seed, 0) % (_MOST_TOKENS - _LEAST_TOKENS)
-        if position - prompt_len >= length:
-            return EOS_ID
-    words = _FIRST if place == 0 else _LAST if place == _SENTENCE - 1 else _INNER
-    return words[_draw(seed, position) % len(words)]
+    return _FIRST if place == 0 else _LAST if place == _SENTENCE - 1 else _INNER
+
+
+def _prompt_logprob(token: int, position: int, num_top: int) -> TokenLogprob:
+    """As if a prompt's token had been one more word that could be said there."""
+    return _uniform({*_words(position), token}, num_top)
+
+
+def _uniform(ids: Collection[int], num_top: int) -> TokenLogprob:
+    logprob = math.log(1 / len(ids))
+    return TokenLogprob(logprob, [(token, logprob) for token in sorted(ids)[:num_top]] if num_top else [])
 
 
 def _draw(seed: int, position: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from router.blocks import block_names, root_name
 from router.wire import pack_ids, unpack_ids
-from tests.workers.fake_runner import EOS, VOCAB, FakeRunner, answer, make_info, make_submit, next_id
+from tests.workers.fake_runner import EOS, VOCAB, FakeRunner, answer, logprob_of, make_info, make_submit, next_id
 from workers.engine import Engine
-from workers.protocol import EngineInfo, Output, Sampling, StepReport, Submit
+from workers.protocol import EngineInfo, Output, Sampling, StepReport, Submit, TokenLogprob
 
 STEPS_AT_MOST = 10_000
 
@@ -36,12 +37,17 @@ class Answers:
     def __init__(self) -> None:
         self.ids: defaultdict[int, list[int]] = defaultdict(list)
         self.last: dict[int, Output] = {}
+        self.logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+        self.prompt_logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self.readable: set[int] = set()
 
     def take(self, report: StepReport) -> None:
         for output in report.outputs:
             assert self.last.get(output.rid) is None or self.last[output.rid].finish_reason is None
+            assert not output.prompt_logprobs or output.rid not in self.last, "with the first output"
             self.ids[output.rid] += output.ids
+            self.logprobs[output.rid] += output.logprobs
+            self.prompt_logprobs[output.rid] += output.prompt_logprobs
             self.last[output.rid] = output
         assert self.readable.issuperset(report.removed)
         self.readable.difference_update(report.removed)
@@ -377,6 +383,106 @@ def test_the_name_under_which_a_model_is_served_is_in_the_names_of_its_blocks() 
     engine.submit(make_submit(1, ids_without_end(4), max_tokens=1))
 
     assert engine.step().stored[0].parent == root_name(model="public")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, 1),  # family
+            st.integers(1, 30),
+            st.integers(1, 16),
+            st.none() | st.integers(0, 2),  # logprobs
+            st.none() | st.integers(0, 2),  # prompt_logprobs
+            st.integers(0, 6),  # of the answer that were generated elsewhere
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    num_blocks=st.integers(13, 24),
+    token_budget=st.integers(1, 30),
+)
+def test_logprobs_are_complete_whatever_the_schedule(
+    requests: Sequence[tuple[int, int, int, int | None, int | None, int]], num_blocks: int, token_budget: int
+) -> None:
+    """Chunked at any size, from a warm cache, preempted in the middle, resumed."""
+    info = make_info(num_blocks=num_blocks)
+    engine, _ = make_engine(info, token_budget=token_budget)
+    whole = []
+    for rid, (family, length, max_tokens, logprobs, prompt_logprobs, cut) in enumerate(requests):
+        prompt = ids_without_end(length, 13 * family)
+        said = answer(prompt, Sampling(max_tokens=max_tokens), num_blocks * 4)
+        cut = min(cut, len(said) - 1)
+        whole.append([*prompt, *said])
+        engine.submit(
+            make_submit(
+                rid,
+                prompt,
+                max_tokens=max_tokens,
+                resume=said[:cut],
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
+        )
+    answers = run_to_end(engine)
+
+    for rid, (_, length, _, logprobs, prompt_logprobs, _) in enumerate(requests):
+        ids = whole[rid]
+        told = len(answers.ids[rid])
+        assert answers.ids[rid] == ids[len(ids) - told :]
+        first = len(ids) - told if logprobs is not None else len(ids)
+        assert answers.logprobs[rid] == [logprob_of(ids[: i + 1], logprobs) for i in range(first, len(ids))]
+        last = length if prompt_logprobs is not None else 0
+        assert answers.prompt_logprobs[rid] == [logprob_of(ids[: i + 1], prompt_logprobs) for i in range(1, last)]
+
+
+def test_a_request_for_prompt_logprobs_reads_nothing_from_the_cache_and_is_read_by_others() -> None:
+    engine, _ = make_engine()
+    for rid, prompt_logprobs in enumerate([None, 0, None]):
+        engine.submit(make_submit(rid, ids_without_end(14), max_tokens=1, prompt_logprobs=prompt_logprobs))
+    answers = run_to_end(engine)
+
+    assert [answers.last[rid].cached_tokens for rid in range(3)] == [0, 0, 12]
+
+
+def test_a_resumed_answer_goes_on_where_it_was_cut_for_every_cut() -> None:
+    info = make_info(max_model_len=40)
+    whole_submit = make_submit(0, ids_without_end(10), max_tokens=12, ignore_eos=True)
+    whole = expected(whole_submit, info)
+    for cut in range(len(whole)):
+        for warm in (False, True):
+            engine, _ = make_engine(info)
+            if warm:
+                engine.submit(whole_submit)
+                run_to_end(engine)
+            resumed = make_submit(1, ids_without_end(10), max_tokens=12, ignore_eos=True, resume=whole[:cut])
+            engine.submit(resumed)
+            answers = run_to_end(engine)
+
+            assert answers.ids[1] == whole[cut:]
+            assert answers.last[1].finish_reason == "length"
+            assert answers.last[1].cached_tokens == (8 if warm else 0), "of the prompt, as in the whole answer"
+            report = engine.report()
+            assert (report.prompt_tokens_total, report.cached_tokens_total) == ((20, 8) if warm else (10, 0))
+
+
+@pytest.mark.parametrize(
+    ("resume", "options", "reason"),
+    [
+        ([1, EOS], {}, "has ended already (stop)"),
+        ([1, 2], {"max_tokens": 2}, "has ended already (length)"),
+        ([3, 4], {"stop_token_ids": [4]}, "has ended already (stop)"),
+        ([1] * 30, {"max_tokens": 99}, "has ended already (length)"),
+        ([VOCAB], {}, f"{VOCAB} is outside the vocabulary"),
+    ],
+)
+def test_an_answer_that_cannot_go_on_is_rejected(resume: list[int], options: dict[str, Any], reason: str) -> None:
+    engine, _ = make_engine(make_info(max_model_len=40))
+    engine.submit(make_submit(1, ids_without_end(10), resume=resume, **options))
+    answers = run_to_end(engine)
+
+    assert answers.last[1].finish_reason == "rejected"
+    assert reason in answers.last[1].message
 
 
 requests = st.lists(

@@ -1,52 +1,68 @@
-from router.trivial import TrivialTokenizer
-from workers.logprobs import chat_logprobs, completion_logprobs
-from workers.protocol import TokenLogprob
+from __future__ import annotations
 
-TOKEN_BYTES = TrivialTokenizer().token_bytes
+from array import array
+from collections.abc import Iterator
 
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-def ids_of(text: str) -> list[int]:
-    return TrivialTokenizer().encode(text, add_special_tokens=False).tolist()
-
-
-NEVER = float("-inf")
-THE, FIRST_HALF, SECOND_HALF, OTHER_HALF = [*ids_of("The "), *ids_of("abc世d"), ids_of("abc丗")[0]]
-"""The last three are parts of characters, two of them with one and the same text."""
-
-
-def test_a_token_of_a_chat_is_decoded_text_with_its_true_bytes() -> None:
-    """vllm#19177: chat logprobs gave byte-level vocabulary strings."""
-    told = chat_logprobs(
-        [THE, FIRST_HALF], [TokenLogprob(-0.5, []), TokenLogprob(-1.5, [(THE, -0.1), (7, NEVER)])], TOKEN_BYTES
-    )
-
-    first, second = told["content"]
-    assert first == {"token": "The ", "logprob": -0.5, "bytes": list(b"The "), "top_logprobs": []}
-    assert (second["token"], second["bytes"]) == ("abc\ufffd", list("abc世".encode()[:4]))
-    assert [(each["token"], each["logprob"]) for each in second["top_logprobs"]] == [("The ", -0.1), ("\x07", -9999.0)]
+from workers.adjust import Draw
+from workers.logprobs import token_logprobs
+from workers.protocol import Sampling
+from workers.sampler import sample
+from workers.softmax import log_softmax, row_sums
 
 
-def test_a_completions_logprobs_stand_in_columns() -> None:
-    told = completion_logprobs([THE, THE], [None, TokenLogprob(-2.0, [(FIRST_HALF, -0.1)])], [0, 4], TOKEN_BYTES)
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    asked=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 45)), min_size=1, max_size=5),
+    step=st.sampled_from([0.0, 0.5]),  # coarse logits have many ties
+)
+def test_logprobs_are_those_of_float64_sorted_with_ties_by_id(
+    seed: int, asked: list[tuple[int, int]], step: float
+) -> None:
+    logits = torch.randn(len(asked), 40, generator=torch.Generator().manual_seed(seed)) * 2
+    if step:
+        logits = (logits / step).round() * step
+    tokens, counts = zip(*asked, strict=True)
 
-    assert told == {
-        "tokens": ["The ", "The "],
-        "token_logprobs": [None, -2.0],
-        "top_logprobs": [None, {"abc\ufffd": -0.1, "The ": -2.0}],
-        "text_offset": [0, 4],
-    }
+    found = token_logprobs(logits, tokens, counts)
+
+    for row, token, count, told in zip(logits, tokens, counts, found, strict=True):
+        exact = row.double().log_softmax(0)
+        assert told.logprob == pytest.approx(exact[token].item(), abs=1e-5)
+        order = sorted(range(40), key=lambda i: (-row[i].item(), i))[:count]
+        assert [i for i, _ in told.top] == order
+        assert [value for _, value in told.top] == pytest.approx(exact[order].tolist(), abs=1e-5)
+        assert all(value == told.logprob for i, value in told.top if i == token)
+    assert found == [token_logprobs(row[None], [token], [n])[0] for row, (token, n) in zip(logits, asked, strict=True)]
 
 
-def test_of_tokens_with_one_text_the_likeliest_is_told() -> None:
-    logprob = TokenLogprob(-3.0, [(FIRST_HALF, -0.1), (OTHER_HALF, -0.2)])
-
-    (top,) = completion_logprobs([OTHER_HALF], [logprob], [0], TOKEN_BYTES)["top_logprobs"]
-
-    assert top == {"abc\ufffd": -0.1}
+def test_a_token_without_a_logit_is_impossible() -> None:
+    assert token_logprobs(torch.zeros(1, 4), [4], [0])[0].logprob == -torch.inf
 
 
-def test_what_cannot_be_is_as_unlikely_as_json_can_say() -> None:
-    told = completion_logprobs([THE], [TokenLogprob(NEVER, [])], [0], TOKEN_BYTES)
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
-    assert told["token_logprobs"] == [-9999.0]
-    assert told["top_logprobs"] == [{"The ": -9999.0}]
+
+@pytest.mark.parametrize("vocab", [49_152, 65_541])
+def test_long_rows_have_the_same_bits_alone_and_among_others_on_any_number_of_threads(threads: int, vocab: int) -> None:
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(1)) * 4
+    draws = [Draw(Sampling(max_tokens=1, top_p=0.9, seed=row), 1, array("I"), 0) for row in range(5)]
+    torch.set_num_threads(1)
+    sums, logprobs = row_sums(logits.exp()), log_softmax(logits)
+    tokens = sample(logits, draws)
+    torch.set_num_threads(threads)
+
+    for start, end in ((0, 5), (0, 1), (4, 5), (1, 4)):
+        assert torch.equal(row_sums(logits[start:end].exp()), sums[start:end])
+        assert torch.equal(log_softmax(logits[start:end]), logprobs[start:end])
+        assert sample(logits[start:end], draws[start:end]) == tokens[start:end]

@@ -105,10 +105,13 @@ def test_bits_of_the_gate_do_not_depend_on_threads_and_rows(name: str, use_threa
             assert torch.equal(activate_(gate_up.clone()[:, :width]), wanted)
 
 
-def test_no_row_that_samples_gives_no_logits() -> None:
-    step = Steps(weights_of(make_hf()))
+@needs_int8
+def test_ids_that_the_tokenizer_does_not_know_get_no_logits_and_the_others_the_same() -> None:
+    weights = weights_of(make_hf("llama tied"))
+    whole, cut = (Decoder(weights, "int8", 64, num_tokens) for num_tokens in (VOCAB, VOCAB - 5))
+    hidden = torch.randn(5, 64)
 
-    assert step(scheduled(random_ids(5), 0, [7]), sampled=[]).shape == (0, VOCAB)
+    assert torch.equal(cut.logits(hidden), whole.logits(hidden)[:, : VOCAB - 5])
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), pytest.param("int8", 0.06, marks=needs_int8)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from transformers import AutoConfig
 
 from router.prompt import load_prompter
@@ -28,10 +30,10 @@ from tests.workers.tiny_models import (
     weights_of,
 )
 from workers import runner as runner_module
-from workers.engine import Runner, ScheduledSeq
+from workers.engine import RowResult, Runner, ScheduledSeq
 from workers.load_gguf import load_gguf
 from workers.model_config import tensor_shapes
-from workers.protocol import Sampling
+from workers.protocol import Sampling, TokenLogprob
 from workers.quant import int8_works
 from workers.runner import TorchRunner
 from workers.tokenizer_files import load_tokenizer_files
@@ -71,7 +73,7 @@ def generate(
             for rid, (context, start, table) in enumerate(zip(contexts, done, tables, strict=True))
         ]
         done = [len(context) for context in contexts]
-        for context, token in zip(contexts, runner.step(batch), strict=True):
+        for context, (token, *_) in zip(contexts, runner.step(batch), strict=True):
             assert token is not None
             context.append(token)
     return [context[len(prompt) :] for context, prompt in zip(contexts, prompts, strict=True)]
@@ -109,11 +111,11 @@ def test_rows_that_do_not_sample_give_none() -> None:
     runner = make_runner(weights_of(make_hf()), "fp32")
     ids = random_ids(40)
 
-    assert runner.step([scheduled(ids[:20], 0, [3, 4], sample=False)]) == [None]
+    assert runner.step([scheduled(ids[:20], 0, [3, 4], sample=False)]) == [RowResult()]
     mixed = [scheduled(ids[20:], 20, [3, 4, 7]), scheduled(ids, 0, [1, 2, 0], sample=False)]
-    token, nothing = runner.step(mixed)
+    (token, *_), nothing = runner.step(mixed)
 
-    assert nothing is None
+    assert nothing == RowResult()
     assert token in range(VOCAB)
 
 
@@ -205,6 +207,63 @@ def test_numerics_tell_apart_what_may_give_other_bits() -> None:
     numerics = [runner.info.numerics for runner in runners]
     assert numerics[0] == numerics[1]
     assert len(set(numerics)) == 3
+
+
+@needs_int8
+def test_int8_numerics_do_not_depend_on_threads_and_neither_do_bits() -> None:
+    weights = weights_of(make_hf())
+    prompts = [random_ids(length, seed=length) for length in (5, 290)]
+    before = torch.get_num_threads()
+    try:
+        fp32 = [make_runner(weights, "fp32", threads=threads) for threads in (1, 2)]
+        int8, said = [], []
+        for threads in (1, 2):
+            int8.append(make_runner(weights, "int8", threads=threads, kv_bytes=4 << 20))
+            said.append(generate(int8[-1], prompts, disjoint_tables(2, 21), 4, sampling=SAMPLED))
+    finally:
+        torch.set_num_threads(before)
+
+    assert fp32[0].info.numerics != fp32[1].info.numerics
+    assert int8[0].info.numerics == int8[1].info.numerics
+    assert said[0] == said[1]
+    assert all(map(torch.equal, int8[0]._cache.layers, int8[1]._cache.layers))
+
+
+def test_padding_of_the_embedding_is_never_said_and_told_apart() -> None:
+    weights = weights_of(make_hf())
+    cut = make_runner(weights, "fp32", num_tokens=VOCAB - 40)
+    sampling = Sampling(max_tokens=1, temperature=2.0, logit_bias={VOCAB - 1: 100.0}, repetition_penalty=1.1)
+
+    row = scheduled(ids := random_ids(20), 0, [0, 1], sampling=sampling, prompt=ids)
+    said = {cut.step([replace(row, sampling=structs.replace(sampling, seed=seed))])[0].token for seed in range(200)}
+
+    assert None not in said
+    assert max(token for token in said if token is not None) < VOCAB - 40
+    assert len(said) > 10
+    assert cut.info.vocab_size == VOCAB, "a prompt may have such ids"
+    assert cut.info.numerics != make_runner(weights, "fp32").info.numerics
+
+
+def test_logprobs_of_prompt_and_answer_are_those_of_transformers_in_any_chunks() -> None:
+    model = make_hf()
+    runner = make_runner(weights_of(model), "fp32")
+    ids = random_ids(200)
+    exact = hf_logits(model, ids).double().log_softmax(-1)
+    sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=4, prompt_logprobs=2)
+
+    told: list[TokenLogprob] = []
+    for start, end in pairwise([0, 1, 70, 199, 200]):  # of 129 rows, three pieces
+        row = scheduled(ids[start:end], start, range(20), sampling=sampling, sample=end == 200, prompt=ids)
+        (result,) = runner.step([row])
+        told += result.prompt_logprobs
+
+    assert len(told) == 199
+    assert [each.logprob for each in told] == pytest.approx(exact[range(199), ids[1:]].tolist(), abs=1e-3)
+    best = exact.topk(4)
+    assert [[value for _, value in each.top] for each in told] == pytest.approx(best.values[:199, :2].numpy(), abs=1e-3)
+    assert result.logprob is not None
+    assert [token for token, _ in result.logprob.top] == best.indices[-1].tolist()
+    assert result.logprob.top[0] == (result.token, result.logprob.logprob)
 
 
 def test_memory_that_holds_no_block_is_refused() -> None:
@@ -305,7 +364,7 @@ def test_default_model_in_fp32_says_what_transformers_says_cold_and_warm(prompts
             for context, start, table in zip(contexts, done, [*cold, *warm], strict=True)
         ]
         done = [len(context) for context in contexts]
-        for context, token in zip(contexts, runner.step(batch), strict=True):
+        for context, (token, *_) in zip(contexts, runner.step(batch), strict=True):
             assert token is not None
             context.append(token)
     answers = [context[-64:] for context in contexts]
@@ -343,7 +402,7 @@ def test_default_model_in_int8_gives_the_same_bits_in_any_schedule(prompts: list
         context = list(long)
         for _ in range(6):
             row = scheduled(context[-1:], len(context) - 1, table, sampling=SAMPLED)
-            token = runner.step([*company, row])[-1]
+            token = runner.step([*company, row])[-1].token
             assert token is not None
             context.append(token)
             chosen.append(token)

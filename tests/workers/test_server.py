@@ -18,7 +18,7 @@ from router.prompt import TokenizerFiles, load_prompter
 from router.trivial import TrivialTokenizer
 from tests.serving import eventually, serving
 from workers.client import EngineClient, InProcessEngineClient, QueueLimits
-from workers.engine import Engine, ScheduledSeq
+from workers.engine import Engine, RowResult, ScheduledSeq
 from workers.protocol import EngineInfo
 from workers.server import ReplicaApp
 from workers.simulated import SimulatedRunner, TimeModel, simulated_info
@@ -196,9 +196,11 @@ class _Scripted(SimulatedRunner):
         super().__init__(info, TimeModel(speedup=1000))
         self._say = say
 
-    def step(self, batch: Sequence[ScheduledSeq]) -> list[int | None]:
+    def step(self, batch: Sequence[ScheduledSeq]) -> list[RowResult]:
         super().step(batch)
-        return [self._say(row.start + len(row.tokens) - row.prompt_len) if row.sample else None for row in batch]
+        return [
+            RowResult(self._say(row.start + len(row.tokens) - row.prompt_len) if row.sample else None) for row in batch
+        ]
 
 
 def scripted(say: Callable[[int], int]) -> InProcessEngineClient:

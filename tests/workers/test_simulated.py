@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from array import array
+
 import pytest
 
 from router.trivial import EOS_ID, TrivialTokenizer
@@ -18,6 +21,7 @@ def prefill(tokens: int, *, cached: int = 0, sample: bool = True) -> ScheduledSe
         sample=sample,
         sampling=Sampling(max_tokens=1),
         prompt_len=cached + tokens + (not sample),
+        ids=array("I"),
     )
 
 
@@ -30,6 +34,7 @@ def decode(position: int = 1000) -> ScheduledSeq:
         sample=True,
         sampling=Sampling(max_tokens=1),
         prompt_len=position,
+        ids=array("I"),
     )
 
 
@@ -118,3 +123,37 @@ def test_a_text_continues_elsewhere_where_it_was_cut() -> None:
     rest, _ = generate([1, 2, 3, *ids[:20]], ignore_eos=True, max_tokens=30)
 
     assert rest == ids[20:]
+
+
+def test_logprobs_are_those_of_a_draw_that_is_uniform_over_a_few_words() -> None:
+    engine, _ = make_engine()
+    prompt = [7, 8, 9, 10, 11]
+    sampling = Sampling(max_tokens=600, logprobs=3, prompt_logprobs=40, seed=1)
+    engine.submit(Submit(rid=1, request_id="", prompt=pack_ids(prompt), sampling=sampling))
+    outputs = [output for _ in range(600) if engine.has_work() for output in engine.step().outputs]
+
+    assert len(outputs[0].prompt_logprobs) == len(prompt) - 1
+    told = [(*output.ids, *output.logprobs) for output in outputs]
+    for token, (logprob, top) in [
+        *(
+            (token, (each.logprob, each.top))
+            for token, each in zip(prompt[1:], outputs[0].prompt_logprobs, strict=True)
+        ),
+        *((token, (each.logprob, each.top)) for token, each in told),
+    ]:
+        assert top == sorted(top, key=lambda pair: (-pair[1], pair[0]))
+        assert {value for _, value in top} == {logprob}
+        assert 0 < math.exp(logprob) <= 1
+        assert len(top) <= round(math.exp(-logprob))
+        assert token in dict(top) or len(top) == 3
+    assert told[-1][1].logprob == 0, "the end was certain"
+
+
+def test_the_end_waits_for_min_tokens() -> None:
+    engine, _ = make_engine()
+    sampling = Sampling(max_tokens=1000, min_tokens=400, seed=1)
+    engine.submit(Submit(rid=1, request_id="", prompt=pack_ids([1, 2, 3]), sampling=sampling))
+    ids = [token for _ in range(1000) if engine.has_work() for output in engine.step().outputs for token in output.ids]
+
+    assert 400 < len(ids) <= 408
+    assert ids[-1] == EOS_ID
