@@ -11,12 +11,16 @@ from dataclasses import dataclass
 
 import httpx
 
+from router.blocks import BLOCK_SIZE
 from router.prompt import TokenizerFiles, load_prompter
+from tests.default_model import default_model
 from tests.serving import serving
-from workers.client import EngineClient, InProcessEngineClient
+from workers.client import EngineClient, InProcessEngineClient, ProcessEngineClient
 from workers.engine import Engine
+from workers.engine_process import EngineArgs
 from workers.server import ReplicaApp
 from workers.simulated import SIMULATED_TOKEN_BUDGET, SimulatedRunner, TimeModel, simulated_info
+from workers.tokenizer_files import load_tokenizer_files
 
 CREDENTIAL = "replica-credential"
 
@@ -95,3 +99,19 @@ def in_a_thread(start: Callable[[], AbstractAsyncContextManager[Replica]]) -> It
 
 def start_simulated() -> AbstractAsyncContextManager[Replica]:
     return running(simulated_engine(), TokenizerFiles(kind="trivial"))
+
+
+def start_torch() -> AbstractAsyncContextManager[Replica]:
+    """The default model in an engine process of its own. Skips the test where it cannot be had."""
+    path = default_model()
+    args = EngineArgs(
+        model_path=str(path),
+        model="smollm2",
+        precision="auto",
+        threads=1,
+        kv_bytes=128 << 20,
+        max_num_seqs=8,
+        max_model_len=512,
+        block_size=BLOCK_SIZE,
+    )
+    return running(ProcessEngineClient(args), load_tokenizer_files(path))
