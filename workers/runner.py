@@ -75,7 +75,7 @@ class TorchRunner:
         self._decoder = Decoder(weights, chosen, plan.max_model_len, num_tokens)
         self._cache = KVCache(
             num_layers=config.num_layers,
-            num_blocks=plan.num_blocks,
+            num_blocks=plan.num_blocks + 1,  # the last one is for the engine's probe
             block_size=block_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -108,6 +108,7 @@ class TorchRunner:
         cls,
         path: Path,
         *,
+        num_tokens: int | None = None,
         precision: str = "auto",
         kv_bytes: int,
         threads: int = 1,
@@ -120,6 +121,7 @@ class TorchRunner:
             load_safetensors(path) if path.is_dir() else load_gguf(path),
             name=path.name if path.is_dir() else path.stem,
             eos_ids=generation_eos_ids(path),
+            num_tokens=num_tokens,
             precision=precision,
             kv_bytes=kv_bytes,
             threads=threads,

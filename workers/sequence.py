@@ -8,13 +8,27 @@ wide the gap is.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from router.wire import pack_ids
 from workers.block_pool import Block, BlockKey, Root
 from workers.protocol import Sampling, TokenLogprob
 
-__all__ = ["Seq"]
+__all__ = ["GrammarState", "Seq"]
+
+
+class GrammarState(Protocol):
+    """How far a sequence has come in its grammar. Both raise `workers.grammar_queue.GrammarError`."""
+
+    def allowed(self) -> bytes | None:
+        """Bit i % 8 of byte i // 8: token i may come next, one of them at least. None: any may."""
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """These have come."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +55,8 @@ class Seq:
     expected_cached: int = 0
     """While it waits: tokens that the cache would give, as of the last look."""
 
+    grammar: GrammarState | None = None
+    """Stands behind the last id, and is kept over preemptions."""
     told: bool = False
     """It has had its first output."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

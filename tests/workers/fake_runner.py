@@ -12,7 +12,7 @@ import xxhash
 
 from router.wire import pack_ids
 from workers.engine import RowResult, ScheduledSeq
-from workers.protocol import EngineInfo, Sampling, Submit, TokenLogprob
+from workers.protocol import EngineInfo, Grammar, Sampling, Submit, TokenLogprob
 
 VOCAB = 50
 EOS = 49
@@ -71,6 +71,7 @@ def make_submit(
     resume: Sequence[int] = (),
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    grammar: Grammar | None = None,
 ) -> Submit:
     return Submit(
         rid=rid,
@@ -86,6 +87,7 @@ def make_submit(
             ignore_eos=ignore_eos,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
         ),
     )
 
@@ -97,7 +99,7 @@ class FakeRunner:
         self.info = info
         self.batches: list[list[ScheduledSeq]] = []
         self.num_failures_to_come = 0
-        self._kv: list[list[int | None]] = [[None] * info.block_size for _ in range(info.num_blocks)]
+        self._kv: list[list[int | None]] = [[None] * info.block_size for _ in range(info.num_blocks + 1)]
 
     def step(self, batch: Sequence[ScheduledSeq]) -> list[RowResult]:
         self.batches.append(list(batch))
@@ -118,6 +120,9 @@ class FakeRunner:
         if not row.sample:
             return RowResult(prompt_logprobs=prompt_logprobs)
         token = next_id(context, row.sampling)
+        if row.allowed is not None:
+            choice = [i for i in range(8 * len(row.allowed)) if row.allowed[i // 8] >> i % 8 & 1]
+            token = choice[token % len(choice)]
         logprob = logprob_of([*context, token], row.sampling.logprobs) if row.sampling.logprobs is not None else None
         return RowResult(token, logprob, prompt_logprobs)
 

@@ -165,7 +165,7 @@ def test_rows_that_ask_for_nothing_are_not_even_copied() -> None:
 def test_no_end_comes_before_min_tokens_and_one_may_come_then(ignore_eos: bool) -> None:
     logits = torch.full((1, VOCAB), -9.0)
     logits[0, EOS_IDS[0]] = 9.0
-    options = {"min_tokens": 2, "ignore_eos": ignore_eos, "temperature": 0.0}
+    options: dict[str, Any] = {"min_tokens": 2, "ignore_eos": ignore_eos, "temperature": 0.0}
     early, due = make_draw([1], [7], **options), make_draw([1], [7, 7], **options)
 
     assert (sample(logits, [early], EOS_IDS) == [EOS_IDS[0]]) == ignore_eos

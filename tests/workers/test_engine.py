@@ -328,6 +328,43 @@ def test_a_success_between_two_failures_counts() -> None:
     assert engine.failed is None
 
 
+def test_after_half_a_minute_without_a_step_the_engine_tries_one_that_nobody_sees() -> None:
+    engine, runner = make_engine()  # its clock goes on by 0.1 s a look
+    for _ in range(290):
+        engine.step()
+    assert runner.batches == []
+    for _ in range(30):
+        report = engine.step()
+
+    ((row,),) = runner.batches
+    assert (len(row.tokens), list(row.block_table)) == (1, [engine.info.num_blocks])
+    assert (report.outputs, report.stored, report.kv_used_blocks, report.kv_cached_blocks) == ([], [], 0, 0)
+    assert (report.prompt_tokens_total, report.generated_tokens_total, report.step_ms) == (0, 0, 0.0)
+    assert not report.failing
+
+
+def test_a_probe_that_fails_twice_ends_the_engine() -> None:
+    engine, runner = make_engine()
+    runner.num_failures_to_come = 2
+    while not engine.step().failing:
+        assert engine.failed is None
+    assert engine.has_work(), "the second try comes at once"
+    engine.step()
+
+    assert engine.failed == "2 steps in a row failed, the last one with MemoryError: no room for activations"
+
+
+def test_a_failed_step_with_nobody_else_there_is_tried_again_at_once() -> None:
+    engine, runner = make_engine()
+    runner.num_failures_to_come = 1
+    engine.submit(make_submit(1, ids_without_end(9)))
+
+    assert engine.step().failing
+    assert engine.has_work()
+    assert not engine.step().failing
+    assert not engine.has_work()
+
+
 def test_a_report_counts_what_is_promised() -> None:
     engine, _ = make_engine(make_info(max_num_seqs=2), token_budget=6)
     engine.submit(make_submit(0, ids_without_end(9), max_tokens=1))

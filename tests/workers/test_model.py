@@ -94,7 +94,7 @@ def test_int8_bits_do_not_depend_on_threads_and_chunks(use_threads: Callable[[in
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_bits_of_the_gate_do_not_depend_on_threads_and_rows(name: str, use_threads: Callable[[int], None]) -> None:
     # Int8 rounds nearly all of such differences away, so they are looked for where they arise.
-    activate_ = Decoder(weights_of(make_hf(name)), "fp32", max_len=8)._activate_
+    activate_ = Decoder(weights_of(make_hf(name)), "fp32", 8, VOCAB)._activate_
 
     for rows, width in ((301, 2048), (513, 112), (40, 1111), (5, 2048), (601, 112), (146, 112), (147, 112), (4, 18944)):
         gate_up = torch.randn(rows, 2 * width)

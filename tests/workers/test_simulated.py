@@ -133,18 +133,14 @@ def test_logprobs_are_those_of_a_draw_that_is_uniform_over_a_few_words() -> None
     outputs = [output for _ in range(600) if engine.has_work() for output in engine.step().outputs]
 
     assert len(outputs[0].prompt_logprobs) == len(prompt) - 1
-    told = [(*output.ids, *output.logprobs) for output in outputs]
-    for token, (logprob, top) in [
-        *(
-            (token, (each.logprob, each.top))
-            for token, each in zip(prompt[1:], outputs[0].prompt_logprobs, strict=True)
-        ),
-        *((token, (each.logprob, each.top)) for token, each in told),
-    ]:
+    told = [*zip(prompt[1:], outputs[0].prompt_logprobs, strict=True)]
+    told += [(output.ids[0], output.logprobs[0]) for output in outputs]
+    for token, logprob in told:
+        top = logprob.top
         assert top == sorted(top, key=lambda pair: (-pair[1], pair[0]))
-        assert {value for _, value in top} == {logprob}
-        assert 0 < math.exp(logprob) <= 1
-        assert len(top) <= round(math.exp(-logprob))
+        assert {value for _, value in top} == {logprob.logprob}
+        assert 0 < math.exp(logprob.logprob) <= 1
+        assert len(top) <= round(math.exp(-logprob.logprob))
         assert token in dict(top) or len(top) == 3
     assert told[-1][1].logprob == 0, "the end was certain"
 
