@@ -7,7 +7,8 @@ with each pattern (0.1 s for 17 of them, minutes for 30), so we count how many m
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from workers.api_error import invalid_value
@@ -18,6 +19,9 @@ MAX_SCHEMA_BYTES: Final = 65_536
 MAX_DEPTH: Final = 64
 """Objects and lists within each other. llguidance itself reads 127."""
 MAX_PATTERNS_AT_ONCE: Final = 8
+
+_PATH: Final = re.compile(r"#(/[A-Za-z0-9_$. -]+)*")
+"""A reference as nearly everybody writes it: names of members, with nothing escaped in them."""
 
 _CHILDREN: Final = ("properties", "patternProperties", "$defs", "definitions")
 _CHILD: Final = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames")
@@ -73,6 +77,11 @@ class _Patterns:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._known: dict[int, int] = {}  # by the identity of a schema, which lives as long as the root
+        self._in_all = sum(_own_patterns(schema) for schema in _objects(root))
+        # References by names, or from a place with a name of its own, are too much to follow here.
+        self._by_path_only = not any(
+            schema is not root and isinstance(schema.get("$id"), str) for schema in _objects(root)
+        )
 
     def at_once(self, schema: Any) -> int:
         if not isinstance(schema, dict):
@@ -84,28 +93,42 @@ class _Patterns:
         count += sum(map(self.at_once, _list(schema.get("allOf"))))
         for key in ("anyOf", "oneOf"):
             count += max(map(self.at_once, _list(schema.get(key))), default=0)
-        if isinstance(schema.get("$ref"), str):
-            count += self.at_once(self._target(schema["$ref"]))
+        for key in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if key in schema:
+                count += self._behind(schema[key])
         self._known[id(schema)] = count
         return count
 
     def _of_its_own(self, schema: Mapping[str, Any]) -> int:
         """For the schema's own string, or for one further inside, which is another one."""
-        of_keys = schema.get("patternProperties")
-        own = ("pattern" in schema) + ("format" in schema) + (len(of_keys) if isinstance(of_keys, dict) else 0)
         children = [schema.get(key) for key in _CHILD] + _list(schema.get("prefixItems")) + _list(schema.get("items"))
         for key in _CHILDREN:
             named = schema.get(key)
             children += named.values() if isinstance(named, dict) else []
-        return max(own, *map(self.at_once, children))
+        return max(_own_patterns(schema), *map(self.at_once, children))
 
-    def _target(self, reference: str) -> Any:
-        """None for what is not in the schema, which llguidance refuses."""
+    def _behind(self, reference: Any) -> int:
+        path = _PATH.fullmatch(reference) if isinstance(reference, str) and self._by_path_only else None
+        if path is None:
+            return self._in_all
         value: Any = self._root
-        path, _, pointer = reference.partition("#")
-        for part in pointer.split("/")[1:]:
-            value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
-        return None if path else value
+        for part in path[0].split("/")[1:]:
+            value = value.get(part) if isinstance(value, dict) else None
+        return self._in_all if value is None else self.at_once(value)
+
+
+def _own_patterns(schema: Mapping[str, Any]) -> int:
+    of_keys = schema.get("patternProperties")
+    return ("pattern" in schema) + ("format" in schema) + (len(of_keys) if isinstance(of_keys, dict) else 0)
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        pending += _inside(item)
+        if isinstance(item, dict):
+            yield item
 
 
 def _list(value: Any) -> list[Any]:

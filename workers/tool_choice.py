@@ -16,9 +16,6 @@ from workers.json_schema import is_lenient, ready_schema
 
 __all__ = ["call_constraint"]
 
-MAX_BYTES: Final = 131_072
-"""Of all tools' schemas together."""
-
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -73,8 +70,6 @@ def _functions(tools: Any) -> dict[str, dict[str, Any]]:
         if name in functions:
             raise invalid_value(f"'{param}.name' is taken by another tool.", f"{param}.name")
         functions[name] = _arguments_schema(function, param)
-    if sum(len(json.dumps(schema)) for schema in functions.values()) > MAX_BYTES:
-        raise invalid_value(f"The schemas of 'tools' take more than {MAX_BYTES} bytes.", "tools")
     return functions
 
 
