@@ -84,8 +84,8 @@ async def test_a_function_that_is_named_is_called_and_the_answer_ends_as_any_oth
 
 
 async def test_a_format_is_kept_by_the_official_client(smollm2: Replica) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
-    schema["additionalProperties"] = False
+    number = {"type": "integer", "maximum": 99}
+    schema = {"type": "object", "properties": {"n": number}, "required": ["n"], "additionalProperties": False}
     messages: list[Any] = [{"role": "user", "content": "A number?"}]
     form: Any = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
     async with openai.AsyncOpenAI(base_url=f"{smollm2.base_url}/v1", api_key="any", max_retries=0) as client:

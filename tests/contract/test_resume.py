@@ -15,7 +15,7 @@ from router.wire import encode_ids, pack_ids
 from tests.contract.asking import CHAT, TEXT, chat, error_of, text
 from tests.streams import events_in, is_usage, resumption_of, told_ids
 
-USAGE = {"stream_options": {"include_usage": True}}
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (CHAT, chat(max_tokens=8, **USAGE)),
