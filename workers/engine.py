@@ -259,10 +259,10 @@ class Engine:
             return
         prefill_tokens = sum(piece.num_tokens for piece in slices if piece.seq.prefilling)
         self._rates.observe(prefill_tokens, self._last_step - started)
-        for piece, row, result in zip(slices, batch, results, strict=True):
+        for piece, result in zip(slices, results, strict=True):
             seq = piece.seq
             if result.prompt_logprobs:  # a preempted one computes again what it has
-                seq.prompt_logprobs += result.prompt_logprobs[len(seq.prompt_logprobs) - row.start :]
+                seq.prompt_logprobs += result.prompt_logprobs[len(seq.prompt_logprobs) - seq.num_computed :]
             self._scheduler.advance(piece)
             if not seq.num_uncomputed:
                 try:

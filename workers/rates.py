@@ -14,7 +14,7 @@ _LATE: Final = 10.0
 as long; an average over prompts may be 4 times as fast as the end of a long one, where there is most to attend to."""
 
 _LEAST_STEP_S: Final = 10.0
-"""Machines stop for seconds: they swap, or move to another host. Taking a replica out for that costs more than finding out a few
+"""Machines stop for seconds: they swap, or move to another host. To take a replica out for that is worse than to find out a few
 seconds later that it has hung."""
 
 

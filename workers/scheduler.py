@@ -21,9 +21,10 @@ from __future__ import annotations
 from bisect import insort
 from typing import Final, NamedTuple
 
-from router.blocks import matchable_blocks
+from router.blocks import block_names, matchable_blocks
 from workers.block_pool import Block, BlockKey, BlockPool
 from workers.sequence import Seq
+from workers.wanted import Wanted
 
 __all__ = ["Scheduler", "Slice"]
 
@@ -47,6 +48,7 @@ class Scheduler:
         self._token_budget = token_budget
         self._waiting: list[Seq] = []  # both sorted by Seq.order
         self._running: list[Seq] = []
+        self._wanted = Wanted()  # blocks that these two still have to compute
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of sequences at their first admission, and how many of them the cache gave
         self.num_cached_tokens = 0
@@ -63,12 +65,12 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def num_pending_tokens(self) -> int:
-        """Tokens to compute before everybody here generates."""
+        """Tokens to compute before everybody here generates. Blocks that several want are computed once."""
         waiting = sum(len(seq.ids) - seq.expected_cached for seq in self._waiting)
-        return waiting + sum(seq.num_uncomputed for seq in self._running if seq.prefilling)
+        running = sum(seq.num_uncomputed for seq in self._running if seq.prefilling)
+        return waiting + running - self._wanted.num_free * self._block_size
 
     def add(self, seq: Seq) -> None:
-        seq.expected_cached = len(self._match(seq)) * self._block_size
         self._wait(seq)
 
     def remove(self, seq: Seq) -> None:
@@ -78,6 +80,7 @@ class Scheduler:
             self._release(seq)
         else:
             self._waiting.remove(seq)
+        self._has(seq, len(seq.names))
 
     def schedule(self) -> list[Slice]:
         """What to run now. The blocks for it are taken; `advance` is due for each slice that ran."""
@@ -104,6 +107,10 @@ class Scheduler:
             seq.blocks[position] = block
             seq.table[position] = block.index
             seq.num_sealed += 1
+        if seq.num_had < len(seq.names):
+            had = min(seq.num_sealed, len(seq.names))
+            self._wanted.compute(seq.names[seq.num_had : had])
+            seq.num_had = had
 
     def _schedule_decodes(self) -> list[Slice]:
         slices: list[Slice] = []
@@ -128,7 +135,6 @@ class Scheduler:
 
     def _preempt(self, seq: Seq) -> None:
         self._running.remove(seq)
-        seq.expected_cached = seq.num_sealed * self._block_size
         self._release(seq)
         self._wait(seq)
         self.num_preemptions += 1
@@ -139,8 +145,7 @@ class Scheduler:
         for seq in self._waiting[: self._max_num_seqs + _LOOK_AHEAD]:
             if not budget or len(self._running) == self._max_num_seqs:
                 break
-            matched = self._match(seq)
-            seq.expected_cached = len(matched) * self._block_size
+            matched = self._look(seq)
             if self._wanted_key(seq, matched) in filling:
                 continue  # a running prefill computes this very block: wait a step and share it
             if not self._try_start(seq, matched):
@@ -188,8 +193,23 @@ class Scheduler:
         seq.num_computed = seq.num_sealed = seq.prefill_end = 0
 
     def _wait(self, seq: Seq) -> None:
+        self._has(seq, len(seq.names))
+        seq.names = block_names(seq.packed(0, seq.num_readable), seq.root.name, self._block_size)
+        seq.num_had = len(seq.names)
+        self._look(seq)
         insort(self._waiting, seq, key=lambda other: other.order)
 
-    def _match(self, seq: Seq) -> list[Block]:
-        """What the cache holds of the ids that may be read from it."""
-        return self._pool.match(seq.root, seq.packed(0, seq.num_readable))
+    def _look(self, seq: Seq) -> list[Block]:
+        """What the cache holds of the ids that may be read from it, of one that waits."""
+        matched = self._pool.match(seq.root, seq.packed(0, seq.num_readable))
+        seq.expected_cached = len(matched) * self._block_size
+        self._has(seq, len(matched))
+        return matched
+
+    def _has(self, seq: Seq, count: int) -> None:
+        """Of the blocks that it can share, the first `count` need not be computed for it."""
+        if count < seq.num_had:
+            self._wanted.add(seq.names[count : seq.num_had])
+        else:
+            self._wanted.remove(seq.names[seq.num_had : count])
+        seq.num_had = count

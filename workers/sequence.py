@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from router.blocks import BlockName
 from router.wire import pack_ids
 from workers.block_pool import Block, BlockKey, Root
 from workers.protocol import Sampling, TokenLogprob
@@ -54,6 +55,10 @@ class Seq:
     """Prompt tokens found in the cache when it was admitted for the first time; None before that."""
     expected_cached: int = 0
     """While it waits: tokens that the cache would give, as of the last look."""
+    names: list[BlockName] = field(default_factory=list)
+    """Of the blocks that others can share, until they are computed,"""
+    num_had: int = 0
+    """of which so many are cached or computed; the scheduler keeps count of the others."""
 
     grammar: GrammarState | None = None
     """Stands behind the last id, and is kept over preemptions."""

@@ -119,12 +119,9 @@ class SimulatedRunner:
 
 def _result(row: ScheduledSeq) -> RowResult:
     sampling, position = row.sampling, row.start + len(row.tokens)
-    prompt_logprobs = [
-        _prompt_logprob(row.ids[place], place, sampling.prompt_logprobs or 0)
-        for place in range(row.start + 1, row.start + 1 + row.num_prompt_logprobs)
-    ]
+    prompt_logprobs = _prompt_logprobs(row) if sampling.prompt_logprobs is not None else ()
     if not row.sample:
-        return RowResult(prompt_logprobs=prompt_logprobs)
+        return RowResult(None, None, prompt_logprobs)
     seed = (sampling.seed + sampling.choice) & 0xFFFF_FFFF_FFFF_FFFF
     words = _END if _has_ended(sampling, seed, position, row.prompt_len) else _words(position)
     token = words[_draw(seed, position) % len(words)]
@@ -145,9 +142,13 @@ def _words(position: int) -> array[int]:
     return _FIRST if place == 0 else _LAST if place == _SENTENCE - 1 else _INNER
 
 
-def _prompt_logprob(token: int, position: int, num_top: int) -> TokenLogprob:
-    """As if a prompt's token had been one more word that could be said there."""
-    return _uniform({*_words(position), token}, num_top)
+def _prompt_logprobs(row: ScheduledSeq) -> list[TokenLogprob]:
+    """As if each of the prompt's tokens had been one more word that could be said there."""
+    first = row.start + 1
+    return [
+        _uniform({*_words(position), row.ids[position]}, row.sampling.prompt_logprobs or 0)
+        for position in range(first, first + row.num_prompt_logprobs)
+    ]
 
 
 def _uniform(ids: Collection[int], num_top: int) -> TokenLogprob:

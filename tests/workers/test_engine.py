@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.blocks import block_names, root_name
+from router.blocks import BlockName, block_names, root_name
 from router.wire import pack_ids, unpack_ids
 from tests.workers.fake_runner import EOS, VOCAB, FakeRunner, answer, logprob_of, make_info, make_submit, next_id
 from workers.engine import Engine
@@ -576,6 +576,58 @@ def test_every_request_gets_the_same_answer_whatever_the_schedule(
     assert (idle.kv_used_blocks, idle.running, idle.waiting, idle.waiting_uncached_tokens) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("count", [10, 100])
+def test_many_requests_at_once_with_memory_for_eight_all_get_their_answer(count: int) -> None:
+    info = make_info(num_blocks=64, max_num_seqs=100)
+    engine, _ = make_engine(info, token_budget=120)
+    submits = [
+        make_submit(rid, ids_without_end(10, 3 * rid), max_tokens=20, seed=rid, ignore_eos=True) for rid in range(count)
+    ]
+    for submit in submits:
+        engine.submit(submit)
+    answers = Answers()
+    steps = 0
+    while engine.has_work():
+        report = engine.step()
+        answers.take(report)
+        assert report.kv_used_blocks <= info.num_blocks
+        assert report.running * 3 <= info.num_blocks
+        steps += 1
+
+    assert all(answers.ids[submit.rid] == expected(submit, info) for submit in submits)
+    assert report.preemptions_total > 0
+    assert steps <= 20 * count, "memory is never so short that one runs alone"
+    assert (report.running, report.waiting, report.kv_used_blocks, report.waiting_uncached_tokens) == (0, 0, 0, 0)
+    assert report.kv_cached_blocks <= info.num_blocks
+    assert not engine._seqs
+    assert not engine._scheduler._wanted._times
+
+
+def let_all_names_collide(engine: Engine) -> None:
+    engine._pool._block_names = lambda packed, *_: [BlockName(7)] * (len(packed) // (4 * engine.info.block_size))
+    engine._pool._root_name = lambda _: BlockName(7)
+
+
+def test_equal_blocks_under_other_prefixes_are_never_confused_even_if_all_names_are_equal() -> None:
+    info = make_info(num_blocks=8)
+    engine, _ = make_engine(info)
+    let_all_names_collide(engine)
+    a, b, x, y = (ids_without_end(4, start) for start in (0, 10, 20, 30))
+    prompts = [a + x, b + x, x, a + x + y, b + x + y, x + y, y + a, b + a, a + y + x + b, x + a, a + x]
+    answers = Answers()
+    cached: list[int] = []
+    for rid, (salt, prompt) in enumerate((salt, [*prompt, 5]) for salt in ("", "s", "") for prompt in prompts):
+        submit = make_submit(rid, prompt, max_tokens=5, salt=salt)
+        engine.submit(submit)
+        run_to_end(engine, answers)
+        assert answers.ids[rid] == expected(submit, info)
+        cached.append(answers.last[rid].cached_tokens)
+
+    # Eight blocks hold about three prompts, so parents go and come back in other places under children that they had before.
+    assert set(cached) == {0, 4, 8}
+    assert cached[len(prompts)] == 0, "another salt"
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Any order of submits, aborts, steps and failures."""
 
@@ -633,5 +685,16 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.answers.ended(rid) or rid in self.aborted
 
 
+class CollidingEngineMachine(EngineMachine):
+    """All names are equal, so the cache is found by ids and parents alone."""
+
+    @initialize(num_blocks=st.integers(4, 24), token_budget=st.integers(1, 24), max_num_seqs=st.integers(1, 5))
+    def build(self, num_blocks: int, token_budget: int, max_num_seqs: int) -> None:
+        super().build(num_blocks, token_budget, max_num_seqs)
+        let_all_names_collide(self.engine)
+
+
+CollidingEngineMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestEngineMachineWithCollidingNames = CollidingEngineMachine.TestCase
 EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestEngineMachine = EngineMachine.TestCase

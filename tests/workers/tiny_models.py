@@ -88,9 +88,9 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def make_hf(name: str = "llama") -> Any:
+def make_hf(name: str = "llama", **changes: Any) -> Any:
     """A `transformers` model in fp32 whose every tensor is random, biases and norms too."""
-    options = _SIZES | CONFIGS[name]
+    options = _SIZES | CONFIGS[name] | changes
     torch.manual_seed(0)
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     model = hf_model(config)
