@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Any, Any, Callable[[str], object]]] = {
         None,
         lambda text: isinstance(json.loads(text), list),
     ),
-    "regex": (None, {"regex": r"[a-c]{2,4}/\d"}, re.compile(r"[a-c]{2,4}/\d").fullmatch),
+    "regex": (None, {"regex": r"[a-c]{2,4}/[0-9]"}, re.compile(r"[a-c]{2,4}/[0-9]").fullmatch),
     "choice": (None, {"choice": CHOICES}, CHOICES.__contains__),
     "grammar": (None, {"grammar": 'start: "<" (start | "x") ">" // & %json'}, re.compile("<+x>+").fullmatch),
     "any object": (None, {"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
