@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -82,12 +82,19 @@ class Completions:
             logprobs=request.logprobs is not None,
             token_ids=request.return_token_ids,
         )
+        # A token with its likely others costs about a microsecond each: as much as four bytes of text to tokenize.
+        id_bytes = 0 if request.logprobs is None else 4 * (1 + request.logprobs)
+
+        def format_(num_ids: int, write: Callable[[], bytes]) -> Awaitable[bytes]:
+            return self._encoder.run(num_ids * id_bytes, write)
+
         if not request.stream:
-            return WholeWriter(reply, shape, answer.usage)
+            return WholeWriter(reply, shape, answer.usage, format_)
         return StreamWriter(
             reply,
             shape,
             answer.usage,
+            format_,
             numbered=len(answer.choices) == 1,
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,

@@ -5,7 +5,7 @@ A stream has no status line before its first token: until then an error is a sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 from workers.api_error import ApiError
@@ -13,7 +13,10 @@ from workers.asgi import Header, Reply
 from workers.choice import Choice, Delta
 from workers.shapes import DONE, Opening, Shape, Usage, error_event
 
-__all__ = ["AnswerWriter", "StreamWriter", "WholeWriter"]
+__all__ = ["AnswerWriter", "Format", "StreamWriter", "WholeWriter"]
+
+Format = Callable[[int, Callable[[], bytes]], Awaitable[bytes]]
+"""Number of ids to tell at once, and what writes them down: with logprobs, many are not for the event loop."""
 
 _EVENT_STREAM: Final[Sequence[Header]] = (
     (b"content-type", b"text/event-stream"),
@@ -39,10 +42,11 @@ class AnswerWriter(Protocol):
 
 
 class WholeWriter:
-    def __init__(self, reply: Reply, shape: Shape, usage: Callable[[], Usage]) -> None:
+    def __init__(self, reply: Reply, shape: Shape, usage: Callable[[], Usage], format_: Format) -> None:
         self._reply = reply
         self._shape = shape
         self._usage = usage
+        self._format = format_
         self._choices: dict[int, tuple[Opening, list[Delta]]] = {}
 
     async def open(self, choice: Choice, opening: Opening) -> None:
@@ -53,7 +57,9 @@ class WholeWriter:
 
     async def finish(self) -> None:
         choices = [self._choices[index] for index in sorted(self._choices)]
-        await self._reply.json(200, self._shape.whole(choices, self._usage()))
+        num_ids = sum(_num_echoed(opening) + sum(len(delta.ids) for delta in deltas) for opening, deltas in choices)
+        body = await self._format(num_ids, lambda: self._shape.whole(choices, self._usage()))
+        await self._reply.json(200, body)
 
     async def fail(self, error: ApiError) -> None:
         raise error
@@ -67,6 +73,7 @@ class StreamWriter:
         reply: Reply,
         shape: Shape,
         usage: Callable[[], Usage],
+        format_: Format,
         *,
         numbered: bool,
         include_usage: bool,
@@ -77,6 +84,7 @@ class StreamWriter:
         self._reply = reply
         self._shape = shape
         self._usage = usage
+        self._format = format_
         self._numbered = numbered
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
@@ -86,7 +94,9 @@ class StreamWriter:
         await self._start()
         if self._resumed:
             return
-        if event := self._shape.opening(choice.index, opening, self._usage_so_far()):
+        usage = self._usage_so_far()
+        event = await self._format(_num_echoed(opening), lambda: self._shape.opening(choice.index, opening, usage))
+        if event:
             await self._reply.chunk(event)
 
     async def show(self, choice: Choice, delta: Delta) -> None:
@@ -111,3 +121,7 @@ class StreamWriter:
 
     def _usage_so_far(self) -> Usage | None:
         return self._usage() if self._continuous_usage else None
+
+
+def _num_echoed(opening: Opening) -> int:
+    return len(opening.echo.ids) if opening.echo is not None else 0

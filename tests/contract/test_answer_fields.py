@@ -105,6 +105,32 @@ async def test_logprobs_that_are_no_number_are_a_400(http: httpx.AsyncClient, va
     assert error_of(reply)["param"] == "logprobs"
 
 
+# --- text ----------------------------------------------------------------------------------------------------------
+
+
+async def test_of_a_prompt_that_ends_within_a_character_nothing_leaks(http: httpx.AsyncClient) -> None:
+    """1. vllm#48853: the whole prompt came with the first delta."""
+    ids = (await http.post("/tokenize", json={"prompt": "Zebra zebra 👩‍🚀"})).json()["tokens"][:-1]
+
+    whole, chunks = (
+        await choice_of(http, TEXT, text(ids, max_tokens=6)),
+        await events(http, TEXT, text(ids, max_tokens=6)),
+    )
+
+    assert streamed_text(chunks) == whole["text"]
+    assert "zebra" not in whole["text"].lower()
+
+
+async def test_streamed_text_is_that_of_all_ids_at_once(http: httpx.AsyncClient) -> None:
+    """5. vllm#984: words were glued where tokens met."""
+    body = text("Once upon a time", max_tokens=16, return_token_ids=True, skip_special_tokens=False)
+    whole, chunks = await choice_of(http, TEXT, body), await events(http, TEXT, body)
+
+    decoded = (await http.post("/detokenize", json={"tokens": whole["token_ids"]})).json()["prompt"]
+
+    assert streamed_text(chunks) == whole["text"] == decoded
+
+
 # --- echo ------------------------------------------------------------------------------------------------------------
 
 
