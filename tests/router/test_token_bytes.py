@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prompt import TokenizerFiles, load_prompter
+from router.prompt import Prompter, TokenizerFiles, load_prompter
 from router.token_bytes import bytes_speller
 from router.trivial import TrivialTokenizer
 from tests.router import tiny_tokenizer as tiny
@@ -19,12 +19,12 @@ TOKENIZERS = [
 
 @pytest.mark.parametrize("prompter", TOKENIZERS, ids=["byte level", "byte level, NFC", "spaced words"])
 @given(text=st.text(alphabet="the quick fox é日本👩‍🚀\n<|im_end|>", max_size=30))
-def test_the_bytes_of_all_tokens_are_the_text(prompter: object, text: str) -> None:
-    ids = prompter.encode_text(text, add_special_tokens=False)  # type: ignore[attr-defined]
+def test_the_bytes_of_all_tokens_are_the_text(prompter: Prompter, text: str) -> None:
+    ids = prompter.encode_text(text, add_special_tokens=False)
 
-    joined = b"".join(prompter.token_bytes(id_) for id_ in ids)  # type: ignore[attr-defined]
+    joined = b"".join(prompter.token_bytes(id_) for id_ in ids)
 
-    assert joined.decode() == prompter.decode(ids, skip_special_tokens=False)  # type: ignore[attr-defined]
+    assert joined.decode() == prompter.decode(ids, skip_special_tokens=False)
 
 
 def test_every_token_of_a_byte_level_vocabulary_has_bytes_and_all_bytes_are_there() -> None:

@@ -258,6 +258,24 @@ async def test_an_open_stream_says_nothing_before_its_first_token() -> None:
         await eventually(lambda: not engine._queued)
 
 
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
+    ],
+)
+async def test_a_simulated_model_obeys_no_grammar_and_says_so(change: dict[str, Any], param: str) -> None:
+    async with replica(engine_over(quick_runner())) as (http, _):
+        refused = await http.post(CHAT, json={**BODY, **change})
+        taken = await http.post(CHAT, json={**BODY, "response_format": {"type": "text"}})
+
+    assert (refused.status_code, code_of(refused)) == (400, "unsupported_parameter")
+    assert refused.json()["error"]["param"] == param
+    assert taken.status_code == 200
+
+
 async def test_a_bug_is_a_500_in_openais_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     async with replica(engine_over(quick_runner())) as (http, app):
         monkeypatch.setattr(app._completions, "answer", lambda *_: 1 / 0)
