@@ -18,22 +18,22 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, cast
 
 import click
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.addresses import resolve_host
 from gateway.admin import AdminContext, admin_app
-from gateway.asgi import new_request_id
-from gateway.dispatch import Dispatcher, Record, unroutable
+from gateway.dispatch import Dispatcher, Record
+from gateway.failures import unroutable
 from gateway.hotpath import Access, HotPath
 from gateway.http1 import Http1Upstream
 from gateway.keys import KeyKind, KeyStore
 from gateway.limits import RequestLimiter
-from gateway.openai import ApiError, Endpoint, parse_request
+from gateway.listener import Listener
+from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
 from gateway.registry import Registry
@@ -49,8 +49,6 @@ _log = logging.getLogger("warmpath.gateway")
 
 _EXPIRE_EVERY_S: Final = 1.0
 _KEPT_DECISIONS: Final = 256
-_KEEP_ALIVE_S: Final = 75
-"""Above the idle time of load balancers (60 s), so that they close first and never meet a closed connection."""
 _BACKLOG: Final = 2048
 
 
@@ -95,8 +93,8 @@ def build_gateway(settings: Settings) -> Gateway:
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
     router = Router(settings.routing.router_settings)
     upstream = Http1Upstream()
-    prompters = Prompters(executor)
-    preparer = Preparer(prompters, executor)
+    prompters = Prompters()
+    preparer = Preparer(prompters, executor, settings.prompts.escapes)
     watcher = Watcher(router, upstream, prompters, clock=clock)
     registry = Registry(
         router,
@@ -132,6 +130,8 @@ def build_gateway(settings: Settings) -> Gateway:
                 first_byte_s=settings.stream.first_byte_s,
                 idle_s=settings.stream.idle_s,
             ),
+            commit_after_s=settings.stream.commit_after_s,
+            ping_s=settings.stream.ping_s,
             clock=clock,
             draw=random.random,
             on_gap=telemetry.gap,
@@ -195,7 +195,10 @@ async def run_gateway(settings: Settings) -> None:
         gateway = build_gateway(settings)
         _first_keys(gateway.keys, settings)
         grace_s = settings.server.grace_s
-        servers = [_server(gateway.public, grace_s), _server(gateway.admin, grace_s)]
+        servers = [
+            _server(gateway.public, Listener(settings.server.limits), grace_s),
+            _server(gateway.admin, Listener(), grace_s),
+        ]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, _ask_to_stop, servers)
@@ -215,21 +218,6 @@ def _ask_to_stop(servers: list[uvicorn.Server]) -> None:
         server.should_exit = True
 
 
-class _Protocol(HttpToolsProtocol):
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP never reaches an app, so its answer in OpenAI's shape is written here."""
-        body = ApiError(400, "invalid_http", msg).body()
-        head = (
-            "HTTP/1.1 400 Bad Request\r\n"
-            "content-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n"
-            f"x-request-id: {new_request_id()}\r\n"
-            "connection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
-
-
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -237,19 +225,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(app: ASGIApp, grace_s: float) -> uvicorn.Server:
+def _server(app: ASGIApp, listener: Listener, grace_s: float) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=_Protocol,
+            http=cast(Any, listener.protocol),
             proxy_headers=False,
             lifespan="off",
             ws="none",
             access_log=False,
             log_config=None,
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
     )

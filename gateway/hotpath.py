@@ -15,11 +15,13 @@ from typing import Final, cast
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.asgi import ClientGone, Reply, header, read_body, request_id, while_connected
-from gateway.dispatch import Dispatcher, Job, Record, unroutable
+from gateway.dispatch import Dispatcher, Job, Record
+from gateway.failures import unroutable
 from gateway.keys import KeyRecord, KeyStore
 from gateway.limits import Refused, RequestLimiter
 from gateway.openai import ApiError, Endpoint, GenerationRequest, parse_request
 from gateway.prepare import Preparer
+from gateway.sse import error_event
 from router import Pool, Router, Unroutable
 
 __all__ = ["ENDPOINTS", "Access", "HotPath", "authenticate"]
@@ -80,8 +82,12 @@ class HotPath:
             await self._answer(scope, receive, reply, record)
             record.status = reply.status or 0
         except ApiError as error:
-            record.status, record.error_code = error.status, error.code
-            await reply.error(error)
+            record.error_code = error.code
+            if reply.status is None:
+                await reply.error(error)
+            else:  # committed while it waited for its first token
+                await reply.end(error_event(error.message, code=error.code, type_=error.type))
+            record.status = reply.status or 0
         except ClientGone:
             record.status, record.error_code = 499, "client_gone"
         except Exception:
@@ -108,7 +114,7 @@ class HotPath:
         pool = self._pool(request)
         record.model = request.model
         salt = self._access.salt_for(key.group if key is not None else _ANYBODY)
-        async with while_connected(receive, reply):
+        async with while_connected(scope, receive, reply):
             prompt = await self._preparer.prepare(request, pool, salt)
             job = Job(
                 request=request,

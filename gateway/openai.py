@@ -48,13 +48,16 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        should_retry: bool | None = None,
     ) -> None:
+        """`should_retry`: what OpenAI's SDKs are told, whatever they would do by themselves at this status."""
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.should_retry = should_retry
 
     @property
     def type(self) -> str:
@@ -131,7 +134,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if not extra:
             return body
         head = msgspec.json.encode(extra)
-        return head[:-1] + b"," + body[body.index(b"{") + 1 :]
+        # Both may be long, so each is copied once.
+        return b"".join((memoryview(head)[:-1], b",", memoryview(body)[body.index(b"{") + 1 :]))
 
 
 def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> GenerationRequest:

@@ -193,6 +193,8 @@ class PromptField(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     prompt_ids: str = ""
     """base64 of u32le token ids; '' when the worker shall render and tokenize (several prompts in one body)."""
+    escape: bool = False
+    """Whether special tokens in the texts of messages are text, should the worker render them (`router.escape`)."""
     salt: str = ""
     seed: int | None = None
     request_id: str = ""

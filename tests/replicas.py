@@ -19,10 +19,11 @@ from tests.default_model import default_model
 from tests.serving import serving
 from tests.tiny_replica_model import save_tiny_model
 from workers.client import EngineClient, InProcessEngineClient, ProcessEngineClient
-from workers.engine import Engine
 from workers.engine_process import EngineArgs
+from workers.faulty import FaultyReplica
+from workers.lifecycle import ServedApp
 from workers.server import ReplicaApp
-from workers.simulated import SIMULATED_TOKEN_BUDGET, SimulatedRunner, TimeModel, simulated_info
+from workers.simulated import SimulatedRunner, TimeModel, engine_over, simulated_info
 from workers.tokenizer_files import load_tokenizer_files
 
 CREDENTIAL = "replica-credential"
@@ -40,15 +41,23 @@ class Replica:
         return httpx.AsyncClient(base_url=self.base_url, headers=headers, timeout=30, trust_env=False)
 
 
+def simulated_runner(*, speedup: float = 50.0, kv_tokens: int = 1 << 14) -> SimulatedRunner:
+    return SimulatedRunner(simulated_info(kv_tokens=kv_tokens, max_model_len=2048), TimeModel(speedup=speedup))
+
+
 def simulated_engine(*, speedup: float = 50.0, kv_tokens: int = 1 << 14) -> InProcessEngineClient:
-    info = simulated_info(kv_tokens=kv_tokens, max_model_len=2048)
-    runner = SimulatedRunner(info, TimeModel(speedup=speedup))
-    return InProcessEngineClient(Engine(runner, token_budget=SIMULATED_TOKEN_BUDGET, clock=runner.clock))
+    return InProcessEngineClient(engine_over(simulated_runner(speedup=speedup, kv_tokens=kv_tokens)))
 
 
 @asynccontextmanager
-async def running(engine: EngineClient, files: TokenizerFiles, *, port: int = 0) -> AsyncIterator[Replica]:
-    """An engine behind its server."""
+async def running(
+    engine: EngineClient,
+    files: TokenizerFiles,
+    *,
+    port: int = 0,
+    finish: Callable[[ReplicaApp], ServedApp] = lambda app: app,
+) -> AsyncIterator[Replica]:
+    """An engine behind its server; `finish` makes of its app what is served."""
     info = await engine.start()
     try:
         with ThreadPoolExecutor(1) as executor:
@@ -61,7 +70,7 @@ async def running(engine: EngineClient, files: TokenizerFiles, *, port: int = 0)
                 credential=CREDENTIAL,
                 on_loopback=True,
             )
-            async with serving(app, port=port) as url:
+            async with serving(finish(app), port=port) as url:
                 try:
                     yield Replica(url, CREDENTIAL, info.model, info.max_model_len)
                 finally:
@@ -101,7 +110,13 @@ def in_a_thread(start: Callable[[], AbstractAsyncContextManager[Replica]]) -> It
 
 
 def start_simulated() -> AbstractAsyncContextManager[Replica]:
-    return running(simulated_engine(), TokenizerFiles(kind="trivial"))
+    """As the command serves it: able to fail on request."""
+    runner = simulated_runner()
+    return running(
+        InProcessEngineClient(engine_over(runner)),
+        TokenizerFiles(kind="trivial"),
+        finish=lambda app: FaultyReplica(app, runner, faults=(), credential=CREDENTIAL),
+    )
 
 
 def torch_engine(path: Path, *, max_model_len: int = 2048) -> EngineClient:

@@ -107,6 +107,7 @@ class Engine:
         info: EngineInfo | None = None,
         grammars: Compiler | None = None,
         token_budget: int = DEFAULT_TOKEN_BUDGET,
+        prefills_per_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`info` is the runner's unless it is served under another name, which then is in the names of its blocks.
@@ -123,7 +124,12 @@ class Engine:
             self.info.block_size,
             lambda salt: root_name(model=self.info.model, revision=self.info.revision, salt=salt),
         )
-        self._scheduler = Scheduler(self._pool, max_num_seqs=self.info.max_num_seqs, token_budget=token_budget)
+        self._scheduler = Scheduler(
+            self._pool,
+            max_num_seqs=self.info.max_num_seqs,
+            token_budget=token_budget,
+            prefills_per_step=prefills_per_step,
+        )
         self._token_budget = token_budget
         self._eos_ids = frozenset(self.info.eos_ids)
         self._max_len = min(self.info.max_model_len, self.info.num_blocks * self.info.block_size)

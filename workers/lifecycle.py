@@ -14,17 +14,18 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from workers.api_error import ApiError
 from workers.client import EngineClient
 from workers.register import Registration, registered
-from workers.server import ReplicaApp, new_request_id
+from workers.server import new_request_id
 
-__all__ = ["bind", "is_loopback", "reachable_url", "serve", "stop_signals"]
+__all__ = ["ServedApp", "bind", "is_loopback", "reachable_url", "serve", "stop_signals"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +37,19 @@ STALLED_READER_S: Final = 30
 
 CLOSE_S: Final = 1
 ENGINE_WATCH_S: Final = 0.25
+
+
+class ServedApp(Protocol):
+    """`workers.server.ReplicaApp`, or what stands around it."""
+
+    @property
+    def epoch(self) -> str: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    def close_streams(self) -> None:
+        """End the event streams, which would never end by themselves."""
+        ...
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -79,7 +93,7 @@ def stop_signals() -> Iterator[asyncio.Event]:
 
 
 async def serve(
-    app: ReplicaApp,
+    app: ServedApp,
     engine: EngineClient,
     sock: socket.socket,
     *,

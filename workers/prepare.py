@@ -107,7 +107,8 @@ class Preparer:
         if given is not None:
             return [given]
         if request.chat:
-            return [await self._encoder.encode_chat(request.body)]
+            escape = request.field is not None and request.field.escape
+            return [await self._encoder.encode_chat(request.body, escape=escape)]
         return [
             await self._encoder.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
             for prompt in completion_prompts(request.prompt)

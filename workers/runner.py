@@ -27,6 +27,7 @@ from workers.protocol import EngineInfo, TokenLogprob
 from workers.quant import choose_precision, supports_bf16
 from workers.sampler import sample
 from workers.tokenizer_files import generation_eos_ids
+from workers.vector_math import settle_vector_math
 from workers.weights import Weights
 
 __all__ = ["TorchRunner"]
@@ -59,6 +60,7 @@ class TorchRunner:
         torch's for the whole process. Raises ModelError, or ValueError for sizes that do not fit.
         """
         torch.set_num_threads(threads)
+        settle_vector_math()
         config = weights.config
         num_tokens = min(num_tokens or config.vocab_size, config.vocab_size)
         chosen = choose_precision(precision)

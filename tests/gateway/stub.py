@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from gateway.app import Gateway, build_gateway
+from gateway.listener import Listener
 from gateway.settings import Settings
 from tests.serving import serving
 
@@ -208,8 +209,8 @@ async def gateway(state_dir: Path, *replicas: StubReplica, **settings: Any) -> A
     _, admin_key = built.keys.create("admin", name="test")
     async with (
         built.background(),
-        serving(built.public) as url,
-        serving(built.admin) as admin_url,
+        serving(built.public, http=Listener().protocol) as url,
+        serving(built.admin, http=Listener().protocol) as admin_url,
         _http(url) as client,
         _http(admin_url, authorization=f"Bearer {admin_key}") as admin,
     ):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.trivial import EOS_ID, TrivialTokenizer
+from router.wire import unpack_ids
 from tests.workers.scripted_engine import made_up_logprob
 from workers.choice import AnswerEnd, Choice, Delta
 from workers.message import CallArguments, CallStart, Content, MessageParser, Reasoning
@@ -18,7 +19,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def ids_of(text: str) -> list[int]:
-    return TrivialTokenizer().encode(text, add_special_tokens=False).tolist()
+    return unpack_ids(TrivialTokenizer().encode(text, add_special_tokens=False)).tolist()
 
 
 def choice_of(

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
 from router.trivial import TrivialTokenizer
-from router.wire import pack_ids
+from router.wire import pack_ids, unpack_ids
 from workers.echo import echo_of
 from workers.message import Content
 from workers.protocol import TokenLogprob
@@ -11,7 +11,7 @@ def decode(ids: Sequence[int]) -> str:
     return TrivialTokenizer().decode(ids, skip_special_tokens=True)
 
 
-IDS = TrivialTokenizer().encode("abc世d fghi", add_special_tokens=False)
+IDS = unpack_ids(TrivialTokenizer().encode("abc世d fghi", add_special_tokens=False))
 """The second token has the end of a character that the first one begins."""
 
 

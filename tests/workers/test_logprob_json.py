@@ -1,4 +1,5 @@
 from router.trivial import TrivialTokenizer
+from router.wire import unpack_ids
 from workers.logprob_json import chat_logprobs, completion_logprobs
 from workers.protocol import TokenLogprob
 
@@ -6,7 +7,7 @@ TOKEN_BYTES = TrivialTokenizer().token_bytes
 
 
 def ids_of(text: str) -> list[int]:
-    return TrivialTokenizer().encode(text, add_special_tokens=False).tolist()
+    return unpack_ids(TrivialTokenizer().encode(text, add_special_tokens=False)).tolist()
 
 
 NEVER = float("-inf")

@@ -16,6 +16,7 @@ from starlette.types import Message
 
 from router.prompt import TokenizerFiles, load_prompter
 from router.trivial import TrivialTokenizer
+from router.wire import unpack_ids
 from tests.serving import eventually, serving
 from workers.client import EngineClient, InProcessEngineClient, QueueLimits
 from workers.engine import Engine, RowResult, ScheduledSeq
@@ -236,7 +237,7 @@ async def test_an_error_after_the_first_token_is_an_event(n: int) -> None:
 
 
 async def test_a_character_that_lies_across_two_tokens_is_sent_whole() -> None:
-    ids = TrivialTokenizer().encode("ab世界cd", add_special_tokens=False)
+    ids = unpack_ids(TrivialTokenizer().encode("ab世界cd", add_special_tokens=False))
 
     async with replica(scripted(lambda place: ids[place])) as (http, _):
         answer = await http.post(CHAT, json={**BODY, "stream": True, "max_tokens": len(ids)})
