@@ -4,6 +4,7 @@
     router.template         the model's chat template, in router.native_template or router.sandbox
     router.tokenizer        text ↔ ids of a Hugging Face tokenizer, by way of router.native_tokenizer or router.segments
     router.escape           special tokens in the texts of messages, when they shall be text
+    router.token_bytes      tokens → the bytes they stand for
     router.trivial          the same without files, for simulated replicas and tests
     router.tokenizer_files  what all of it is made from
     router.prompt_errors    what it raises
@@ -60,6 +61,7 @@ class Tokenizer(Protocol):
 
     def encode_escaped(self, rendered: str, escaper: Escaper) -> bytes: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+    def token_bytes(self, id_: int) -> bytes: ...
 
 
 class Prompter:
@@ -126,6 +128,10 @@ class Prompter:
         Raises PromptError for what is no u32.
         """
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, id_: int) -> bytes:
+        """The UTF-8 of one token, special ones included; perhaps not of whole characters. b'' for a u32 without a meaning."""
+        return self._tokenizer.token_bytes(id_)
 
     def _chat(self, body: Mapping[str, Any]) -> Chat:
         return Chat.from_body(body).in_servers_form(join_parts=not self._template.reads_parts)

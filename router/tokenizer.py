@@ -27,6 +27,7 @@ from router.escape import Escaper
 from router.native_tokenizer import load_native
 from router.prompt_errors import PromptError, TokenizerError
 from router.segments import Segments
+from router.token_bytes import bytes_speller
 from router.tokenizer_files import TokenizerConfig
 
 __all__ = ["HFTokenizer"]
@@ -57,6 +58,8 @@ class HFTokenizer:
         self.bos_id = next(iter(ids_of(named.get("bos_token"))), None)
         self.eos_ids = ids_of(named.get("eos_token"))
         added = self._tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self._spell = bytes_speller(tokenizer_json)
         self.added_tokens = {token.content: token.special for token in added.values()}
         flagged = (token.content for token in added.values() if token.special)
         self.special_ids = ids_of(*named.values(), *config.unnamed_special_tokens, *flagged)
@@ -134,6 +137,12 @@ class HFTokenizer:
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise PromptError("token ids must be integers from 0 to 2**32 - 1") from error
+
+    def token_bytes(self, id_: int) -> bytes:
+        token = self._tokenizer.id_to_token(id_)
+        if token is None:
+            return b""
+        return token.encode() if id_ in self._added else self._spell(token)
 
     def _encode_whole(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[bytes]:
         try:

@@ -65,3 +65,6 @@ class TrivialTokenizer:
         except (OverflowError, AttributeError) as error:
             raise PromptError("token ids must be integers from 0 to 2**32 - 1") from error
         return data.replace(b"\0", b"").decode(errors="replace")
+
+    def token_bytes(self, id_: int) -> bytes:
+        return _EOS_TEXT if id_ == EOS_ID else id_.to_bytes(_ID_BYTES, "little").replace(b"\0", b"")

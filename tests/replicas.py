@@ -8,16 +8,23 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 
+from router.blocks import BLOCK_SIZE
 from router.prompt import TokenizerFiles, load_prompter
+from tests.default_model import default_model
 from tests.serving import serving
-from workers.client import EngineClient, InProcessEngineClient
+from tests.tiny_replica_model import save_tiny_model
+from workers.client import EngineClient, InProcessEngineClient, ProcessEngineClient
+from workers.engine_process import EngineArgs
 from workers.faulty import FaultyReplica
 from workers.lifecycle import ServedApp
 from workers.server import ReplicaApp
 from workers.simulated import SimulatedRunner, TimeModel, engine_over, simulated_info
+from workers.tokenizer_files import load_tokenizer_files
 
 CREDENTIAL = "replica-credential"
 
@@ -110,3 +117,35 @@ def start_simulated() -> AbstractAsyncContextManager[Replica]:
         TokenizerFiles(kind="trivial"),
         finish=lambda app: FaultyReplica(app, runner, faults=(), credential=CREDENTIAL),
     )
+
+
+def torch_engine(path: Path, *, max_model_len: int = 2048) -> EngineClient:
+    """A process of its own."""
+    return ProcessEngineClient(
+        EngineArgs(
+            model_path=str(path),
+            model=path.stem,
+            precision="auto",
+            threads=1,
+            kv_bytes=64 << 20,
+            max_num_seqs=8,
+            max_model_len=max_model_len,
+            block_size=BLOCK_SIZE,
+        )
+    )
+
+
+@asynccontextmanager
+async def start_torch() -> AsyncIterator[Replica]:
+    """A real engine over a tiny model. Skips the test where its tokenizer cannot be had."""
+    with TemporaryDirectory() as name:
+        path = Path(name) / "tiny"
+        path.mkdir()
+        save_tiny_model(path)
+        async with running(torch_engine(path), load_tokenizer_files(path)) as replica:
+            yield replica
+
+
+def start_default_model() -> AbstractAsyncContextManager[Replica]:
+    path = default_model()
+    return running(torch_engine(path), load_tokenizer_files(path))

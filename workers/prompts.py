@@ -13,10 +13,13 @@ from msgspec import Meta, Raw
 from workers.api_error import ApiError, decode_json, invalid_value
 
 __all__ = [
+    "MAX_TOOLS",
     "DetokenizeRequest",
     "Prompt",
     "TokenId",
     "TokenizeRequest",
+    "Tool",
+    "ToolFunction",
     "chat_fields",
     "completion_prompts",
     "parse_detokenize",
@@ -44,20 +47,25 @@ class _Message(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-class _Function(msgspec.Struct):
+class ToolFunction(msgspec.Struct, frozen=True):
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments; None: any object."""
+    strict: bool | None = None
 
 
-class _Tool(msgspec.Struct):
+class Tool(msgspec.Struct, frozen=True):
+    """What we read of a tool; the chat template sees all of it."""
+
     type: str
-    function: _Function
+    function: ToolFunction
 
 
 class _Messages(msgspec.Struct):
     """What a template relies on; it sees the whole objects."""
 
     messages: Annotated[list[_Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    tools: Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 _messages_decoder = msgspec.json.Decoder(_Messages)
