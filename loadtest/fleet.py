@@ -144,7 +144,7 @@ own; within a word, joined by commas. It is ready when it answers a completion, 
 @click.option("--runs", type=click.IntRange(1, 20), default=1, show_default=True, help="Of each; the median is shown.")
 @click.option("--replicas", type=click.IntRange(1, 64), default=8, show_default=True)
 @click.option("--processes", type=click.IntRange(1, 64), default=4, show_default=True, help="That the replicas share.")
-@click.option("--speedup", type=click.FloatRange(0.1, 50), default=5.0, show_default=True, help="Of all time.")
+@click.option("--speedup", type=click.FloatRange(0.1, 50), default=3.0, show_default=True, help="Of all time.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only so many requests.")
 @click.option("--tokens-per-chunk", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--ttft-limit-ms", type=click.FloatRange(min=0), default=2000.0, show_default=True, help="For goodput.")

@@ -69,7 +69,7 @@ def test_a_late_client_or_fleet_or_a_router_without_a_core_makes_a_run_invalid()
     assert run_of([answer()]).invalid == ""
     assert run_of([answer(sent_s=0.06)]).invalid == "client 120 ms late"
     assert run_of([answer()], samples=[sample(0, took_s=0.06)]).invalid == "fleet 120 ms late"
-    assert run_of([answer()], starved_s=1.2).invalid == "router without a core for 12% of the time"
+    assert run_of([answer()], starved_s=2.5).invalid == "router without a core for 25% of the time"
 
 
 def test_the_median_is_a_run_and_a_valid_one() -> None:
