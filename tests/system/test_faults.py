@@ -188,7 +188,7 @@ async def test_a_second_try_saves_what_fails_before_its_first_byte(tmp_path: Pat
         ("503=7", 429, "capacity"),
         ("429", 429, "capacity"),
         ("html", 502, "bad_upstream"),
-        ("cut-after=0", 502, "bad_upstream"),
+        ("cut-after=0", 500, "request_quarantined"),
         ("hang", 504, "upstream_timeout"),
     ],
 )
