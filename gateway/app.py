@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.metadata
 import logging
 import random
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import click
+import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -29,7 +31,7 @@ from gateway.admin import AdminContext, admin_app
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
 from gateway.homes import Homes
-from gateway.hotpath import Access, HotPath
+from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.http1 import Http1Upstream
 from gateway.keys import KeyKind, KeyStore
 from gateway.limits import RequestLimiter
@@ -52,6 +54,8 @@ _log = logging.getLogger("warmpath.gateway")
 
 _EXPIRE_EVERY_S: Final = 1.0
 _KEPT_DECISIONS: Final = 256
+_DEFAULT_GROUP: Final = "default"
+"""Of keys that were made without a tenant."""
 _BACKLOG: Final = 2048
 
 
@@ -96,8 +100,8 @@ def build_gateway(settings: Settings) -> Gateway:
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
     router = Router(settings.routing.router_settings)
     upstream = Http1Upstream()
-    prompters = Prompters(executor)
-    preparer = Preparer(prompters, executor)
+    prompters = Prompters()
+    preparer = Preparer(prompters, executor, settings.prompts.escapes)
     cards = ModelCards()
     homes = Homes()
     watcher = Watcher(router, upstream, prompters, cards, clock=clock)
@@ -160,7 +164,9 @@ def build_gateway(settings: Settings) -> Gateway:
         registry=registry,
         telemetry=telemetry,
         resolve=resolve_host,
-        explain=_Explainer(router, preparer, keys, random.random).explain,
+        explain=_Explainer(
+            router, preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
+        ).explain,
         decisions=lambda: list(decisions),
         in_flight=lambda: hot_path.in_flight,
         unready=lambda: _unready(router),
@@ -176,20 +182,33 @@ class _Explainer:
     router: Router
     preparer: Preparer
     keys: KeyStore
+    default_group: str
     draw: Callable[[], float]
 
     async def explain(self, body: bytes, group: str | None) -> Decision:
         """Where a request with this body would go now; nothing is sent or promised. Raises `ApiError`."""
-        endpoint: Endpoint = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"
-        request = parse_request(endpoint, body, open_access=True)
+        request = parse_request(_endpoint_of(body), body, open_access=True)
         pool = self.router.pool(request.model)
         if pool is None:
             raise unroutable(Unroutable("model_not_found"), request.model)
-        prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or "default"))
+        prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or self.default_group))
         decision = self.router.route(prompt.query(request), time.monotonic(), self.draw())
         if isinstance(decision, Unroutable):
             raise unroutable(decision, request.model)
         return decision
+
+
+class _Shape(msgspec.Struct):
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _endpoint_of(body: bytes) -> Endpoint:
+    """Where clients would send it; what is no object at all is refused by whoever parses it next."""
+    try:
+        is_chat = msgspec.json.decode(body, type=_Shape).messages is not msgspec.UNSET
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        is_chat = False
+    return "/v1/chat/completions" if is_chat else "/v1/completions"
 
 
 def _unready(router: Router) -> str | None:
@@ -219,8 +238,18 @@ async def run_gateway(settings: Settings) -> None:
             *public_socket.getsockname()[:2],
             *admin_socket.getsockname()[:2],
         )
+        _spare_collections()
         async with gateway.background():
             await asyncio.gather(servers[0].serve([public_socket]), servers[1].serve([admin_socket]))
+
+
+def _spare_collections() -> None:
+    """What the start made is never garbage, and the index grows to millions of numbers that a full collection would visit, for
+    tens of milliseconds each time. Cycles are few here and young when they die, so the small collections find them.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 1_000)
 
 
 def _ask_to_stop(servers: list[uvicorn.Server]) -> None:

@@ -116,7 +116,7 @@ class _Held:
         self._reservation = reservation
         self._clock = clock
         self.outcome = Outcome.CANCELLED
-        self.cached_tokens: int | None = None
+        self.usage: Usage | None = None
 
     def answered(self) -> None:
         self._router.answered(self._reservation, self._clock())
@@ -132,7 +132,9 @@ class _Held:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._router.finish(self._reservation, self._clock(), self.outcome, self.cached_tokens)
+        usage = self.usage
+        cached, prompt = (usage.cached_tokens, usage.prompt_tokens) if usage is not None else (None, None)
+        self._router.finish(self._reservation, self._clock(), self.outcome, cached, prompt)
 
 
 class _Patience:
@@ -275,7 +277,11 @@ class Dispatcher:
         extra: dict[str, Any] = {}
         if spec.kind == "warmpath":
             extra["warmpath"] = PromptField(
-                prompt_ids=job.prompt.ids or "", salt=job.salt, seed=job.seed, request_id=job.request_id
+                prompt_ids=job.prompt.ids or "",
+                escape=job.prompt.escape,
+                salt=job.salt,
+                seed=job.seed,
+                request_id=job.request_id,
             )
         return UpstreamRequest(
             method=job.request.method,
@@ -381,9 +387,7 @@ class Dispatcher:
 
     def _settle(self, usage: Usage | None, held: _Held, record: Record) -> None:
         held.outcome = Outcome.OK
-        record.usage = usage
-        if usage is not None:
-            held.cached_tokens = usage.cached_tokens
+        record.usage = held.usage = usage
 
 
 async def _first_output(response: UpstreamResponse, relay: EventRelay) -> bytes:

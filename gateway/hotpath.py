@@ -30,7 +30,7 @@ from gateway.stored import StoredCall, parse_stored_call
 from gateway.tokenizing import Tokenizing
 from router import Pool, Router, UnknownReplica, Unroutable
 
-__all__ = ["Access", "HotPath", "authenticate"]
+__all__ = ["PUBLIC_GROUP", "Access", "HotPath", "authenticate"]
 
 _log = logging.getLogger("warmpath.gateway")
 _PASSED_ON: Final = frozenset({b"traceparent", b"tracestate", b"baggage"})

@@ -2,6 +2,8 @@
 
 An own worker is followed through its event stream, whose `Load` frames are also its sign of life. A foreign replica is
 asked for its health. Losing a stream costs hits, never answers: the router falls back to what was routed there.
+
+What replicas send is taken in by turns (`gateway.turns`), so that neither a snapshot nor a flood holds the loop.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import msgspec
 
 from gateway.model_cards import ModelCard, ModelCards, parse_models
 from gateway.prepare import Prompters
+from gateway.turns import Turns
 from gateway.upstream import (
     ConnectFailed,
     Origin,
@@ -43,7 +46,8 @@ _FIRST_RETRY_S: Final = 0.1
 _LONGEST_RETRY_S: Final = 5.0
 _MAX_TOKENIZER_BYTES: Final = 64 << 20
 _MAX_MODELS_BYTES: Final = 1 << 20
-_MAX_SNAPSHOT_FRAMES: Final = 4096
+_MAX_SNAPSHOT_FRAMES: Final = 1024
+"""Of 7,000 names each: far more than a replica that is followed can hold."""
 
 
 class _Lost(Exception):
@@ -71,6 +75,7 @@ class Watcher:
         self._prompters = prompters
         self._cards = cards
         self._clock = clock
+        self._turns = Turns(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self, replica_id: str, spec: ReplicaSpec) -> None:
@@ -133,13 +138,29 @@ class Watcher:
             await self._take_snapshot(replica_id, spec)
 
     async def _apply_until_gap(self, replica_id: str, response: UpstreamResponse, retry: _Backoff) -> None:
+        def apply(frame: Frame) -> bool:
+            retry.reset()
+            return self._apply(replica_id, frame)
+
+        if not await self._take_in(response, apply):
+            raise _Lost("the event stream ended")
+
+    async def _take_in(self, response: UpstreamResponse, apply: Callable[[Frame], bool]) -> bool:
+        """Apply the frames of a body, by turns, until one asks to stop; whether one did."""
         decoder = FrameDecoder()
         while (chunk := await response.read_chunk()) is not None:
-            for frame in decoder.feed(chunk):
-                if self._apply(replica_id, frame):
-                    return
-            retry.reset()
-        raise _Lost("the event stream ended")
+            frames = decoder.feed(chunk)
+            more = True
+            while more:
+                async with self._turns.take() as turn:
+                    more = False
+                    for frame in frames:
+                        if apply(frame):
+                            return True
+                        if turn.is_over:
+                            more = True
+                            break
+        return False
 
     def _apply(self, replica_id: str, frame: Frame) -> bool:
         """True when frames are missing."""
@@ -151,22 +172,29 @@ class Watcher:
         return sync is Sync.GAP
 
     async def _take_snapshot(self, replica_id: str, spec: ReplicaSpec) -> None:
+        count = 0
+
+        def apply(frame: Frame) -> bool:
+            nonlocal count
+            count += 1
+            if count > _MAX_SNAPSHOT_FRAMES:
+                raise _Lost("the snapshot does not end")
+            self._require_snapshot(replica_id, self._router.apply_snapshot(replica_id, frame, self._clock()))
+            return False
+
         response = await self._get(spec, "/kv_snapshot")
         try:
             if response.status != 200:
                 raise _Lost(f"/kv_snapshot answered {response.status}")
-            decoder = FrameDecoder()
-            frames: list[Frame] = []
-            while (chunk := await response.read_chunk()) is not None:
-                frames += decoder.feed(chunk)
-                if len(frames) > _MAX_SNAPSHOT_FRAMES:
-                    raise _Lost("the snapshot does not end")
+            await self._take_in(response, apply)
         finally:
             await response.aclose()
-        sync = self._router.apply_snapshot(replica_id, frames, self._clock())
+        self._require_snapshot(replica_id, self._router.end_snapshot(replica_id))
+
+    def _require_snapshot(self, replica_id: str, sync: Sync) -> None:
         self._require_match(replica_id, sync)
         if sync is not Sync.OK:
-            raise _Lost("the snapshot is incomplete")
+            raise _Lost("the snapshot cannot be true")
 
     def _require_match(self, replica_id: str, sync: Sync) -> None:
         if sync is Sync.MISMATCH:

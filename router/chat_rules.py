@@ -13,7 +13,7 @@ import msgspec
 
 from router.prompt_errors import PromptError
 
-__all__ = ["check_chat"]
+__all__ = ["MAX_TOOLS", "check_chat"]
 
 MAX_MESSAGES: Final = 2048
 MAX_TOOLS: Final = 128

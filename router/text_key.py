@@ -12,10 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["BYTES_PER_TOKEN", "canonical_text"]
-
-BYTES_PER_TOKEN: Final = 4
-"""English text in current vocabularies; a prior, good enough to compare one prompt with another."""
+__all__ = ["canonical_text"]
 
 _FIELD: Final = b"\x1f"
 _MESSAGE: Final = b"\x1e"

@@ -158,7 +158,7 @@ class _Client(ABC):
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._open: dict[int, Generation] = {}
-        self._queued: dict[int, int] = {}  # rid → prompt tokens, of those that have no output yet
+        self._queued: dict[int, int] = {}  # rid → tokens to prefill, of those that have no output yet
         self._queued_tokens = 0
         self._listeners: list[Callable[[StepReport], None]] = []
         self._prefill_tok_s = 0.0
@@ -180,18 +180,19 @@ class _Client(ABC):
         if self._dead is not None:
             raise EngineDead(self._dead)
         generation = Generation(submit, self._leave)
-        self._check_queue(generation.prompt_tokens)
+        num_tokens = generation.prompt_tokens + len(submit.resume) // 4
+        self._check_queue(num_tokens)
         self._open[generation.rid] = generation
-        self._queued[generation.rid] = generation.prompt_tokens
-        self._queued_tokens += generation.prompt_tokens
+        self._queued[generation.rid] = num_tokens
+        self._queued_tokens += num_tokens
         self._send(submit)
         return generation
 
     @abstractmethod
     def _send(self, message: ToEngine) -> None: ...
 
-    def _check_queue(self, prompt_tokens: int) -> None:
-        fits = not self._queued or self._queued_tokens + prompt_tokens <= self._limits.max_prompt_tokens
+    def _check_queue(self, num_tokens: int) -> None:
+        fits = not self._queued or self._queued_tokens + num_tokens <= self._limits.max_prompt_tokens
         if len(self._queued) >= self._limits.max_requests or not fits:
             waiting = f"{len(self._queued)} requests with {self._queued_tokens} prompt tokens are waiting"
             raise EngineBusy(waiting, self._retry_after_s())
@@ -380,7 +381,7 @@ class InProcessEngineClient(_Client):
         super().__init__(limits)
         self._engine = engine
         self._tokens_per_chunk = tokens_per_chunk
-        self._held: dict[int, list[int]] = {}  # rid → ids not handed out yet, of those that had their first output
+        self._held: dict[int, list[Output]] = {}  # rid → not handed out yet, of those that had their first output
         self._commands: list[ToEngine] = []
         self._commanded = asyncio.Event()
         self._driving: asyncio.Task[None] | None = None
@@ -436,14 +437,18 @@ class InProcessEngineClient(_Client):
             if not ended:
                 self._held[output.rid] = []
             return output
-        held += output.ids
+        held.append(output)
         if ended:
             del self._held[output.rid]
-        elif len(held) < self._tokens_per_chunk:
+        elif len(held) < self._tokens_per_chunk:  # each has one id, but the last one of a failed step
             return None
         else:
             self._held[output.rid] = []
-        return msgspec.structs.replace(output, ids=held)
+        return msgspec.structs.replace(
+            output,
+            ids=[token for each in held for token in each.ids],
+            logprobs=[logprob for each in held for logprob in each.logprobs],
+        )
 
     def _obey(self) -> None:
         commands, self._commands = self._commands, []

@@ -1,7 +1,7 @@
 """The engine: take requests, schedule a step, run it, emit what it made.
 
 Does no I/O and keeps no thread: whoever owns it calls `step` again and again (`workers.engine_process` in a process of its
-own, `workers.client` in the event loop for the simulator). Everything that computes is behind `Runner`.
+own, `workers.client` in the event loop for the simulator). Everything that computes is behind `workers.step.Runner`.
 
 What must hold: each submitted request gets outputs of which exactly one, the last, has a finish reason, unless it was
 aborted. A step that fails ends its own sequences and nobody else's.
@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from router.blocks import root_name
 from router.wire import unpack_ids
 from workers.block_pool import BlockPool
 from workers.ending import ending
+from workers.grammar_queue import BUILD_LOOK_S, Compiler, GrammarError, GrammarQueue
 from workers.protocol import EngineInfo, FinishReason, Output, Sampling, StepReport, Submit
+from workers.rates import Rates
+from workers.refusal import refusal
 from workers.scheduler import Scheduler, Slice
 from workers.sequence import Seq
+from workers.step import RowResult, Runner, ScheduledSeq
 
-__all__ = ["DEFAULT_TOKEN_BUDGET", "Engine", "Runner", "ScheduledSeq"]
+__all__ = ["DEFAULT_TOKEN_BUDGET", "Engine"]
 
 _logger = logging.getLogger(__name__)
 
@@ -31,40 +35,10 @@ DEFAULT_TOKEN_BUDGET: Final = 512
 """Tokens a step on a CPU: a longer chunk makes prefill no faster there, and those who generate wait for it."""
 
 _FAILURES_TO_GIVE_UP: Final = 2
-"""Steps in a row. One failure may be a request's own doing; the next step with other sequences tells."""
+"""Steps in a row. One failure may be a request's own doing; the next step with other sequences, or a probe, tells."""
 
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSeq:
-    """One row of a step: run `tokens` at positions `start`… and write their KV into the blocks of `block_table`."""
-
-    rid: int
-    tokens: Sequence[int]
-    """Ids to run now, at least one: one in a decode step, up to the step's token budget in a prefill chunk."""
-    start: int
-    """Position of the first of them. KV of all earlier positions is already in the blocks."""
-    block_table: Sequence[int]
-    """Physical blocks, in order, that cover exactly positions 0 … start + len(tokens) - 1 (the last may be part filled).
-    Only for the time of the step: afterwards it may change."""
-    sample: bool
-    """True: return the id chosen for position start + len(tokens). False for all chunks of a prefill but its last."""
-    sampling: Sampling
-    prompt_len: int
-    """The client's prompt; ids at later positions were generated."""
-
-
-class Runner(Protocol):
-    """What computes: weights, KV memory and sampler. Knows no requests, queues or prefix cache."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    def step(self, batch: Sequence[ScheduledSeq]) -> list[int | None]:
-        """Run every row; for each, the sampled id, or None where `sample` is False.
-
-        A row's result must not depend on the other rows. May raise: then nothing that this batch wrote is used.
-        """
-        ...
+_PROBE_AFTER_S: Final = 30.0
+"""So long without a step nobody knows whether one would succeed."""
 
 
 class Engine:
@@ -73,10 +47,15 @@ class Engine:
         runner: Runner,
         *,
         info: EngineInfo | None = None,
+        grammars: Compiler | None = None,
         token_budget: int = DEFAULT_TOKEN_BUDGET,
+        prefills_per_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`info` is the runner's unless it is served under another name, which then is in the names of its blocks."""
+        """`info` is the runner's unless it is served under another name, which then is in the names of its blocks.
+
+        `grammars`: without it, requests that come with a grammar are rejected.
+        """
         self.info = info or runner.info
         self.clock = clock
         self.failed: str | None = None
@@ -87,12 +66,19 @@ class Engine:
             self.info.block_size,
             lambda salt: root_name(model=self.info.model, revision=self.info.revision, salt=salt),
         )
-        self._scheduler = Scheduler(self._pool, max_num_seqs=self.info.max_num_seqs, token_budget=token_budget)
+        self._scheduler = Scheduler(
+            self._pool,
+            max_num_seqs=self.info.max_num_seqs,
+            token_budget=token_budget,
+            prefills_per_step=prefills_per_step,
+        )
         self._token_budget = token_budget
         self._eos_ids = frozenset(self.info.eos_ids)
         self._max_len = min(self.info.max_model_len, self.info.num_blocks * self.info.block_size)
-        self._rates = _Rates(least_prefill_tokens=token_budget // 4)
+        self._rates = Rates(token_budget)
+        self._last_step = self.clock()
         self._seqs: dict[int, Seq] = {}
+        self._grammars = GrammarQueue(grammars)
         self._num_submitted = 0
         self._num_generated = 0
         self._failures = 0
@@ -104,60 +90,83 @@ class Engine:
         and everybody who asks finds a measured rate. Writes into blocks that nobody has yet.
         """
         num_tokens = min(self._token_budget, self._max_len - 1)
-        prefill = self._warm_up_row(num_tokens, start=0)
-        decode = self._warm_up_row(1, start=num_tokens)
-        self._runner.step([self._warm_up_row(1, start=0)])  # the very first one loads code, and measures nothing
+        prefill = self._own_row(num_tokens, start=0)
+        decode = self._own_row(1, start=num_tokens)
+        self._runner.step([self._own_row(1, start=0)])  # the very first one loads code, and measures nothing
         for row in (prefill, decode):
             started = self.clock()
             self._runner.step([row])
             self._rates.observe(num_tokens if row is prefill else 0, self.clock() - started)
 
-    def _warm_up_row(self, num_tokens: int, start: int) -> ScheduledSeq:
+    def _own_row(self, num_tokens: int, start: int, first_block: int = 0) -> ScheduledSeq:
+        """One that no request asks for."""
+        num_blocks = -(-(start + num_tokens) // self.info.block_size)
         return ScheduledSeq(
             rid=-1,
             tokens=[0] * num_tokens,
             start=start,
-            block_table=range(-(-(start + num_tokens) // self.info.block_size)),
+            block_table=range(first_block, first_block + num_blocks),
             sample=True,
             sampling=Sampling(max_tokens=1, temperature=0.0),
             prompt_len=start + num_tokens,
+            ids=array("I"),  # nothing is asked for that looks at them
         )
 
     def submit(self, submit: Submit) -> None:
         assert submit.rid not in self._seqs, "a rid is used once"
-        ids = unpack_ids(submit.prompt)
-        refusal = self._refusal(ids)
-        if refusal is not None:
-            self._outputs.append(Output(rid=submit.rid, ids=[], finish_reason="rejected", message=refusal))
+        prompt, resumed = unpack_ids(submit.prompt), unpack_ids(submit.resume)
+        why_not = refusal(prompt, resumed, submit.sampling, self.info, self._max_len)
+        grammar = submit.sampling.grammar
+        if grammar is not None and not self._grammars.available:
+            why_not = "this replica cannot hold an answer to a grammar"
+        if why_not is not None:
+            self._reject(submit.rid, why_not)
             return
         self._num_submitted += 1
         seq = Seq(
             rid=submit.rid,
             root=self._pool.root(submit.salt),
-            ids=ids,
-            prompt_len=len(ids),
+            ids=prompt + resumed,
+            prompt_len=len(prompt),
             sampling=submit.sampling,
             order=(submit.priority, self._num_submitted),
         )
         self._seqs[seq.rid] = seq
-        self._scheduler.add(seq)
+        if grammar is None:
+            self._scheduler.add(seq)
+        else:
+            self._grammars.add(seq, grammar)
         self._admitted.append(submit.request_id)
 
     def abort(self, rid: int) -> None:
         """Forget a request. One that has ended meanwhile, or never was, is no error: the two may cross on their way."""
-        seq = self._seqs.pop(rid, None)
+        seq = self._seqs.get(rid)
         if seq is not None:
-            self._scheduler.remove(seq)
+            self._forget(seq)
 
     def has_work(self) -> bool:
         """Whether `step` would do or tell something."""
-        return self._scheduler.has_work() or bool(self._outputs)
+        return self._scheduler.has_work() or bool(self._outputs) or self._failures > 0
+
+    def idle_s(self, most_s: float) -> float:
+        """How long to wait for something else before the next `step`, at most so long."""
+        if self.has_work():
+            return 0.0
+        return min(most_s, BUILD_LOOK_S) if self._grammars else most_s
 
     def step(self) -> StepReport:
         """Run what is due, if anything. Afterwards look at `failed`."""
+        for seq, error in self._grammars.take():
+            if error is None:
+                self._scheduler.add(seq)
+            else:
+                del self._seqs[seq.rid]
+                self._reject(seq.rid, error)
         slices = self._scheduler.schedule()
         if slices:
             self._run(slices)
+        elif self._failures or self.clock() - self._last_step >= _PROBE_AFTER_S:
+            self._probe()
         return self.report()
 
     def report(self) -> StepReport:
@@ -171,11 +180,13 @@ class Engine:
             stored=delta.stored,
             removed=delta.removed,
             admitted=admitted,
-            waiting=scheduler.num_waiting,
-            waiting_uncached_tokens=scheduler.num_pending_tokens(),
+            waiting=scheduler.num_waiting + len(self._grammars),
+            waiting_uncached_tokens=scheduler.num_pending_tokens() + self._grammars.num_tokens,
             running=scheduler.num_running,
             kv_used_blocks=self._pool.num_used,
             kv_cached_blocks=self._pool.num_cached,
+            failing=self._failures > 0,
+            step_limit_s=self._rates.step_limit_s,
             prefill_tok_s=self._rates.prefill_tok_s,
             step_ms=self._rates.step_ms,
             prompt_tokens_total=scheduler.num_prompt_tokens,
@@ -184,40 +195,66 @@ class Engine:
             preemptions_total=scheduler.num_preemptions,
         )
 
-    def _refusal(self, ids: Sequence[int]) -> str | None:
-        """Why a prompt can never run here. The HTTP side has checked before; this keeps a slip from ending the engine."""
-        if not ids:
-            return "the prompt has no tokens"
-        if len(ids) >= self.info.max_model_len:
-            return f"a prompt of {len(ids)} tokens leaves no room to answer in a context of {self.info.max_model_len}"
-        if len(ids) >= self._max_len:
-            return f"a prompt of {len(ids)} tokens and its answer do not fit into {self._max_len} tokens of KV memory"
-        if max(ids) >= self.info.vocab_size:
-            return f"token id {max(ids)} is outside the vocabulary of {self.info.vocab_size}"
-        return None
-
     def _run(self, slices: list[Slice]) -> None:
-        batch = [self._row(piece) for piece in slices]
-        started = self.clock()
-        try:
-            sampled = self._runner.step(batch)
-        except Exception as error:  # whatever a model can raise, out of memory included
-            _logger.exception("a step of %d sequences failed", len(slices))
-            self._fail(slices, error)
+        slices, batch = self._rows(slices)
+        if not batch:
             return
-        self._failures = 0
+        started = self.clock()
+        results = self._compute(batch)
+        if isinstance(results, str):
+            for piece in slices:
+                self._end_in_error(piece.seq, results)
+            return
         prefill_tokens = sum(piece.num_tokens for piece in slices if piece.seq.prefilling)
-        self._rates.observe(prefill_tokens, self.clock() - started)
-        for piece, token in zip(slices, sampled, strict=True):
+        self._rates.observe(prefill_tokens, self._last_step - started)
+        for piece, result in zip(slices, results, strict=True):
+            seq = piece.seq
+            if result.prompt_logprobs:  # a preempted one computes again what it has
+                seq.prompt_logprobs += result.prompt_logprobs[len(seq.prompt_logprobs) - seq.num_computed :]
             self._scheduler.advance(piece)
-            if not piece.seq.num_uncomputed:
-                assert token is not None, "a runner samples where it is told to"
-                self._emit(piece.seq, token)
+            if not seq.num_uncomputed:
+                try:
+                    self._emit(seq, result)
+                except GrammarError as error:
+                    self._end_in_error(seq, f"the grammar failed: {error}")
+
+    def _compute(self, batch: Sequence[ScheduledSeq]) -> list[RowResult] | str:
+        """What came of it, or why nothing did. Two failures in a row are the end."""
+        try:
+            results = self._runner.step(batch)
+        except Exception as error:  # whatever a model can raise, out of memory included
+            _logger.exception("a step of %d sequences failed", len(batch))
+            message = f"{type(error).__name__}: {error}"
+            self._failures += 1
+            if self._failures == _FAILURES_TO_GIVE_UP:
+                self.failed = f"{self._failures} steps in a row failed, the last one with {message}"
+            return message
+        finally:
+            self._last_step = self.clock()
+        self._failures = 0
+        return results
+
+    def _probe(self) -> None:
+        """One token, in the block that the runner has beyond those of the pool: nobody sees it, and it measures nothing."""
+        self._compute([self._own_row(1, start=0, first_block=self.info.num_blocks)])
+
+    def _rows(self, slices: list[Slice]) -> tuple[list[Slice], list[ScheduledSeq]]:
+        """What to run, and for which slices: not for those whose grammar does not know what may come next."""
+        batch: list[ScheduledSeq] = []
+        able: list[Slice] = []
+        for piece in slices:
+            try:
+                batch.append(self._row(piece))
+                able.append(piece)
+            except GrammarError as error:
+                self._end_in_error(piece.seq, f"the grammar failed: {error}")
+        return able, batch
 
     def _row(self, piece: Slice) -> ScheduledSeq:
         seq = piece.seq
         start = seq.num_computed
         end = start + piece.num_tokens
+        sample = end == len(seq.ids)
         num_blocks = -(-end // self.info.block_size)
         return ScheduledSeq(
             rid=seq.rid,
@@ -225,19 +262,34 @@ class Engine:
             start=start,
             # Decode rows need all of it: a copy of a thousand numbers for each token would be most of a simulated step.
             block_table=seq.table if num_blocks == len(seq.table) else seq.table[:num_blocks],
-            sample=end == len(seq.ids),
+            sample=sample,
             sampling=seq.sampling,
             prompt_len=seq.prompt_len,
+            ids=seq.ids,
+            allowed=seq.grammar.allowed() if sample and seq.grammar is not None else None,
         )
 
-    def _emit(self, seq: Seq, token: int) -> None:
+    def _emit(self, seq: Seq, result: RowResult) -> None:
+        token = result.token
+        assert token is not None, "a runner samples where it is told to"
+        is_first = not seq.told
+        seq.told = True
         seq.ids.append(token)
         self._num_generated += 1
         reason = self._finish_reason(seq, token)
         if reason is not None:
             self._forget(seq)
+        elif seq.grammar is not None:
+            seq.grammar.advance([token])
         self._outputs.append(
-            Output(rid=seq.rid, ids=[token], cached_tokens=seq.cached_tokens or 0, finish_reason=reason)
+            Output(
+                rid=seq.rid,
+                ids=[token],
+                logprobs=[result.logprob] if result.logprob is not None else [],
+                prompt_logprobs=seq.prompt_logprobs if is_first else [],
+                cached_tokens=seq.cached_tokens or 0,
+                finish_reason=reason,
+            )
         )
 
     def _finish_reason(self, seq: Seq, token: int) -> FinishReason | None:
@@ -250,47 +302,18 @@ class Engine:
             max_len=self._max_len,
         )
 
-    def _fail(self, slices: list[Slice], error: Exception) -> None:
-        message = f"{type(error).__name__}: {error}"
-        for piece in slices:
-            self._forget(piece.seq)  # blocks that were sealed stay readable: earlier steps have filled them
-            self._outputs.append(
-                Output(
-                    rid=piece.seq.rid,
-                    ids=[],
-                    cached_tokens=piece.seq.cached_tokens or 0,
-                    finish_reason="error",
-                    message=message,
-                )
-            )
-        self._failures += 1
-        if self._failures == _FAILURES_TO_GIVE_UP:
-            self.failed = f"{self._failures} steps in a row failed, the last one with {message}"
+    def _reject(self, rid: int, message: str) -> None:
+        self._outputs.append(Output(rid=rid, ids=[], finish_reason="rejected", message=message))
+
+    def _end_in_error(self, seq: Seq, message: str) -> None:
+        self._forget(seq)  # blocks that were sealed stay readable: earlier steps have filled them
+        self._outputs.append(
+            Output(rid=seq.rid, ids=[], cached_tokens=seq.cached_tokens or 0, finish_reason="error", message=message)
+        )
 
     def _forget(self, seq: Seq) -> None:
         del self._seqs[seq.rid]
-        self._scheduler.remove(seq)
-
-
-class _Rates:
-    """Moving averages of measured steps; 0.0 until there is a measurement."""
-
-    _WEIGHT: Final = 0.2  # of the newest sample: half is forgotten after three steps
-
-    def __init__(self, least_prefill_tokens: int) -> None:
-        self._least_prefill_tokens = least_prefill_tokens
-        self.prefill_tok_s = 0.0
-        self.step_ms = 0.0
-
-    def observe(self, prefill_tokens: int, elapsed_s: float) -> None:
-        """A step of `prefill_tokens` (0: everybody generated) took `elapsed_s`."""
-        if elapsed_s <= 0.0:
-            return  # a clock too coarse for a tiny step says nothing
-        if not prefill_tokens:
-            self.step_ms = self._average(self.step_ms, 1000 * elapsed_s)
-        elif prefill_tokens >= self._least_prefill_tokens:
-            # A shorter one is mostly the fixed cost of a step: one token in 65 ms would make 1,500 a second look like 15.
-            self.prefill_tok_s = self._average(self.prefill_tok_s, prefill_tokens / elapsed_s)
-
-    def _average(self, old: float, new: float) -> float:
-        return old + self._WEIGHT * (new - old) if old else new
+        if seq in self._grammars:
+            self._grammars.remove(seq)
+        else:
+            self._scheduler.remove(seq)

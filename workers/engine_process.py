@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
@@ -40,6 +40,9 @@ from workers.protocol import (
     decode_to_engine,
     encode_message,
 )
+
+if TYPE_CHECKING:
+    from workers.grammar import GrammarCompiler
 
 __all__ = ["IDLE_REPORT_S", "MAX_UNSENT_BYTES", "EngineArgs", "build_torch_engine", "main", "serve"]
 
@@ -177,8 +180,7 @@ def serve(sock: socket.socket, build: Callable[[], Engine]) -> int:
 
 def _run(channel: _Channel, engine: Engine) -> NoReturn:
     while True:
-        busy = engine.has_work() and not channel.congested
-        for message in channel.exchange(0.0 if busy else IDLE_REPORT_S):
+        for message in channel.exchange(IDLE_REPORT_S if channel.congested else engine.idle_s(IDLE_REPORT_S)):
             if isinstance(message, Submit):
                 engine.submit(message)
             else:
@@ -203,10 +205,15 @@ def _one_line(error: Exception) -> str:
 def build_torch_engine(args: EngineArgs) -> Engine:
     try:
         from workers.runner import TorchRunner  # seconds, and hundreds of MB: only here
+        from workers.tokenizer_files import count_tokens, load_tokenizer_files
     except ModuleNotFoundError as error:
         raise _EngineFailed(f"a model needs {error.name}: install warmpath[engine]") from error
+    path = Path(args.model_path)
+    tokenizer = load_tokenizer_files(path)
+    num_tokens = count_tokens(tokenizer)
     runner = TorchRunner.load(
-        Path(args.model_path),
+        path,
+        num_tokens=num_tokens,
         precision=args.precision,
         kv_bytes=args.kv_bytes,
         threads=args.threads,
@@ -215,9 +222,20 @@ def build_torch_engine(args: EngineArgs) -> Engine:
         block_size=args.block_size,
     )
     info = msgspec.structs.replace(runner.info, model=args.model, revision=args.revision)
-    engine = Engine(runner, info=info, token_budget=args.token_budget)
+    grammars = _grammars(tokenizer.tokenizer_json, min(num_tokens, info.vocab_size), info.eos_ids)
+    engine = Engine(runner, info=info, grammars=grammars, token_budget=args.token_budget)
     engine.warm_up()
     return engine
+
+
+def _grammars(tokenizer_json: str, num_tokens: int, eos_ids: Sequence[int]) -> GrammarCompiler | None:
+    from workers.grammar import GrammarCompiler
+
+    try:
+        return GrammarCompiler(tokenizer_json, num_tokens, eos_ids)
+    except ValueError as error:
+        _logger.warning("answers cannot be held to a grammar: %s", _one_line(error))
+        return None
 
 
 def main(argv: Sequence[str] | None = None, build: Callable[[EngineArgs], Engine] = build_torch_engine) -> int:

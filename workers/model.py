@@ -1,4 +1,4 @@
-"""The decoder: token ids of a step in, logits of the rows that sample out.
+"""The decoder: token ids of a step in, hidden states out, and logits of those rows for which somebody wants them.
 
 One code path for every family in `workers.model_config`: pre-norm layers, grouped-query attention with RoPE, gated MLP; some
 have windows, norms over heads, or norms over what a layer adds. All
@@ -49,8 +49,12 @@ class _Layer:
 
 
 class Decoder:
-    def __init__(self, weights: Weights, precision: Precision, max_len: int) -> None:
-        """Packs every tensor of `weights`, one after the other. Positions up to `max_len` - 1 can be run."""
+    def __init__(self, weights: Weights, precision: Precision, max_len: int, num_tokens: int) -> None:
+        """Packs every tensor of `weights`, one after the other. Positions up to `max_len` - 1 can be run.
+
+        `num_tokens`: ids that the tokenizer knows. Embeddings are often padded beyond them; such ids get no logits, so that
+        nobody can choose one (vllm#21951).
+        """
         # Inputs that keep their outliers take two bytes each.
         rotated = precision == "int8" and can_rotate(weights.config)
         if rotated:
@@ -62,7 +66,7 @@ class Decoder:
         self._embedding = table.to(torch.float32 if precision == "fp32" else torch.bfloat16)
         del table
         head = self._embedding if config.tied_head else weights.load("lm_head.weight")
-        self._head = make_linear(precision, head, outliers=not rotated)
+        self._head = make_linear(precision, head[:num_tokens], outliers=not rotated)
         del head
         self._norm = weights.load("model.norm.weight").float()
         self._layers = [_load_layer(weights, precision, i, rotated=rotated) for i in range(config.num_layers)]
@@ -76,9 +80,8 @@ class Decoder:
         cache: KVCache,
         attention: Attention,
         plan: AttentionPlan,
-        sampled: torch.Tensor,
     ) -> torch.Tensor:
-        """ids [N], positions [N] → fp32 logits [len(sampled), vocab] of the rows `sampled`. Writes the step's KV."""
+        """ids [N], positions [N] → fp32 hidden states [N, hidden], for `logits`. Writes the step's KV."""
         config = self.config
         num_q, num_kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
         # [N, 1, D / 2]
@@ -99,9 +102,12 @@ class Decoder:
             gate, up = layer.gate_up(self._rms_norm(h, layer.mlp_norm)).chunk(2, dim=-1)
             added = layer.down(self._activate_(gate).mul_(up))
             h += added if layer.down_norm is None else self._rms_norm(added, layer.down_norm)
-        if not len(sampled):
-            return h.new_empty(0, config.vocab_size)
-        return self._head(self._rms_norm(h.index_select(0, sampled), self._norm))
+        return h
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden], at least one row → fp32 [R, num_tokens]."""
+        return self._head(self._rms_norm(hidden, self._norm))
 
     def _activate_(self, gate: torch.Tensor) -> torch.Tensor:
         """In place: at 512 rows a fresh tensor would cost as much as the product that made this one."""

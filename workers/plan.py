@@ -36,13 +36,14 @@ class MemoryPlan:
     def describe(self) -> str:
         """For people, one fact a line."""
         tokens = self.num_blocks * self.block_size
-        length = min(1024, self.max_model_len)
+        lengths = sorted({min(1024, self.max_model_len), min(8192, self.max_model_len), self.max_model_len})
+        room = ", ".join(f"{self.requests_that_fit(length):,} of {length:,} tokens" for length in lengths)
         return (
             f"weights    {_mib(self.weights_bytes)} as {self.precision}\n"
             f"KV cache   {_mib(self.kv_bytes)}: {tokens:,} tokens of {self.kv_bytes_per_token:,} bytes, "
             f"in {self.num_blocks:,} blocks of {self.block_size}\n"
             f"context    {self.max_model_len:,} tokens\n"
-            f"room for   {self.requests_that_fit(length):,} requests of {length:,} tokens at once"
+            f"requests   {room} at once, if they share nothing"
         )
 
 

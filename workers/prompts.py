@@ -19,6 +19,8 @@ __all__ = [
     "Prompt",
     "TokenId",
     "TokenizeRequest",
+    "Tool",
+    "ToolFunction",
     "chat_fields",
     "completion_prompts",
     "parse_detokenize",
@@ -27,7 +29,22 @@ __all__ = [
 
 MAX_PROMPTS: Final = 128
 """Prompts in one completions body. Each is a sequence of its own, so this bounds what one request may put in the queue."""
+
 TokenId = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+
+
+class ToolFunction(msgspec.Struct, frozen=True):
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments; None: any object."""
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """What we read of a tool; the chat template sees all of it."""
+
+    type: str
+    function: ToolFunction
 
 
 _object_decoder: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])

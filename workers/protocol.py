@@ -14,6 +14,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from workers.rates import UNMEASURED_STEP_S
+
 __all__ = [
     "MAX_MESSAGE_BYTES",
     "Abort",
@@ -171,6 +173,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     kv_used_blocks: int
     kv_cached_blocks: int
     """Blocks nobody holds that still have reusable content."""
+    failing: bool = False
+    """The last step failed; the next one comes at once, and if it fails too the engine ends."""
+    step_limit_s: float = UNMEASURED_STEP_S
+    """A step that takes longer has hung."""
     prefill_tok_s: float
     step_ms: float
     prompt_tokens_total: int

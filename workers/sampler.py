@@ -7,23 +7,23 @@ Gumbel noise, which is a draw from their softmax.
 What must hold: a row's token depends on that row alone. Cuts are therefore by value (what is at least as large as the k-th
 stays, ties included), and every sum over a row runs in an order that the other rows cannot change.
 
-Order: temperature, top-k, top-p over what top-k left. At least one token always stays.
+Order: what the request wants done to its logits (`workers.adjust`), temperature, min-p, top-k, top-p over what these left. At
+least one token always stays.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 
+from workers.adjust import Draw, adjust
 from workers.protocol import Sampling
+from workers.softmax import row_sums
 
-__all__ = ["Draw", "sample"]
-
-_GREEDY_BELOW: Final = 1e-5
-"""Temperatures below are greedy: dividing by them would overflow."""
+__all__ = ["sample"]
 
 _NUCLEUS: Final = 1024
 """Largest logits looked at first for top-p: enough unless a row is very flat. Finding them takes a sixth of a full sort."""
@@ -34,23 +34,11 @@ _BELOW_ONE: Final = 1 - 2.0**-24
 _MASK64: Final = 0xFFFF_FFFF_FFFF_FFFF
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How to choose one row's token."""
-
-    sampling: Sampling
-    position: int
-    """Of the token to be chosen, in its sequence."""
-
-    @property
-    def greedy(self) -> bool:
-        return self.sampling.temperature < _GREEDY_BELOW
-
-
 @torch.inference_mode()
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """fp32 logits [R, V] → one id a row."""
+def sample(logits: torch.Tensor, draws: Sequence[Draw], eos_ids: Sequence[int] = ()) -> list[int]:
+    """fp32 logits [R, V] → one id a row. `eos_ids` end an answer unless its request ignores them."""
     assert len(logits) == len(draws)
+    logits = adjust(logits, draws, eos_ids)
     best = logits.argmax(-1)
     rows = [row for row, draw in enumerate(draws) if not draw.greedy]
     if rows:
@@ -58,11 +46,19 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
         index = torch.tensor(rows)
         scaled = logits.index_select(0, index)
         scaled /= torch.tensor([draw.sampling.temperature for draw in drawn]).unsqueeze(1)
+        _cut_unlikely(scaled, [draw.sampling.min_p for draw in drawn])
         _cut(scaled, [draw.sampling for draw in drawn])
         scaled += _gumbel(drawn, scaled.shape[1])
         best[index] = scaled.argmax(-1)
     ids: list[int] = best.tolist()
     return ids
+
+
+def _cut_unlikely(logits: torch.Tensor, min_ps: Sequence[float]) -> None:
+    """Set to -inf, in place, what is less likely than `min_p` times the likeliest."""
+    if any(min_ps):
+        floors = torch.tensor([math.log(min_p) if min_p else -math.inf for min_p in min_ps]).unsqueeze(1)
+        logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + floors, -math.inf)
 
 
 def _cut(logits: torch.Tensor, samplings: Sequence[Sampling]) -> None:
@@ -92,7 +88,7 @@ def _floor(
     top = ordered[:, :1]
     weights = (ordered - top).exp_().masked_fill_(torch.arange(depth) >= top_k, 0.0)
     sums = weights.cumsum(-1)  # one after the other, so that a deeper `ordered` begins with the same sums
-    everything = torch.where(top_k < vocab, sums[:, -1:], (logits - top).exp_().sum(-1, keepdim=True))
+    everything = torch.where(top_k < vocab, sums[:, -1:], row_sums((logits - top).exp_()))
     kept = (sums < top_p * everything).sum(-1, keepdim=True) + 1  # the one that reaches the goal stays too
     kept = torch.minimum(kept, top_k)
     return ordered.gather(1, kept.clamp(max=depth) - 1), kept <= depth

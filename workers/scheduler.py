@@ -21,9 +21,10 @@ from __future__ import annotations
 from bisect import insort
 from typing import Final, NamedTuple
 
-from router.blocks import matchable_blocks
+from router.blocks import block_names, matchable_blocks
 from workers.block_pool import Block, BlockKey, BlockPool
 from workers.sequence import Seq
+from workers.wanted import Wanted
 
 __all__ = ["Scheduler", "Slice"]
 
@@ -40,13 +41,18 @@ class Slice(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, token_budget: int) -> None:
+    def __init__(
+        self, pool: BlockPool, *, max_num_seqs: int, token_budget: int, prefills_per_step: int | None = None
+    ) -> None:
+        """`prefills_per_step` is for runners to whom a prompt costs more than its tokens; None bounds the tokens alone."""
         self._pool = pool
         self._block_size = pool.block_size
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
+        self._prefills_per_step = max_num_seqs if prefills_per_step is None else prefills_per_step
         self._waiting: list[Seq] = []  # both sorted by Seq.order
         self._running: list[Seq] = []
+        self._wanted = Wanted()  # blocks that these two still have to compute
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of sequences at their first admission, and how many of them the cache gave
         self.num_cached_tokens = 0
@@ -63,12 +69,12 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def num_pending_tokens(self) -> int:
-        """Tokens to compute before everybody here generates."""
+        """Tokens to compute before everybody here generates. Blocks that several want are computed once."""
         waiting = sum(len(seq.ids) - seq.expected_cached for seq in self._waiting)
-        return waiting + sum(seq.num_uncomputed for seq in self._running if seq.prefilling)
+        running = sum(seq.num_uncomputed for seq in self._running if seq.prefilling)
+        return waiting + running - self._wanted.num_free * self._block_size
 
     def add(self, seq: Seq) -> None:
-        seq.expected_cached = len(self._match(seq)) * self._block_size
         self._wait(seq)
 
     def remove(self, seq: Seq) -> None:
@@ -78,6 +84,7 @@ class Scheduler:
             self._release(seq)
         else:
             self._waiting.remove(seq)
+        self._has(seq, len(seq.names))
 
     def schedule(self) -> list[Slice]:
         """What to run now. The blocks for it are taken; `advance` is due for each slice that ran."""
@@ -104,6 +111,10 @@ class Scheduler:
             seq.blocks[position] = block
             seq.table[position] = block.index
             seq.num_sealed += 1
+        if seq.num_had < len(seq.names):
+            had = min(seq.num_sealed, len(seq.names))
+            self._wanted.compute(seq.names[seq.num_had : had])
+            seq.num_had = had
 
     def _schedule_decodes(self) -> list[Slice]:
         slices: list[Slice] = []
@@ -128,19 +139,19 @@ class Scheduler:
 
     def _preempt(self, seq: Seq) -> None:
         self._running.remove(seq)
-        seq.expected_cached = seq.num_sealed * self._block_size
         self._release(seq)
         self._wait(seq)
         self.num_preemptions += 1
 
     def _admit(self, budget: int) -> list[Slice]:
         slices: list[Slice] = []
-        filling = {self._filling_key(seq) for seq in self._running if seq.prefilling}
+        ongoing = [seq for seq in self._running if seq.prefilling]
+        filling = {self._filling_key(seq) for seq in ongoing}
+        room = self._prefills_per_step - len(ongoing)
         for seq in self._waiting[: self._max_num_seqs + _LOOK_AHEAD]:
-            if not budget or len(self._running) == self._max_num_seqs:
+            if not budget or not room or len(self._running) == self._max_num_seqs:
                 break
-            matched = self._match(seq)
-            seq.expected_cached = len(matched) * self._block_size
+            matched = self._look(seq)
             if self._wanted_key(seq, matched) in filling:
                 continue  # a running prefill computes this very block: wait a step and share it
             if not self._try_start(seq, matched):
@@ -149,6 +160,7 @@ class Scheduler:
             filling.add(self._filling_key(seq))
             slices.append(Slice(seq, min(seq.num_uncomputed, budget)))
             budget -= slices[-1].num_tokens
+            room -= 1
         return slices
 
     def _filling_key(self, seq: Seq) -> BlockKey:
@@ -156,7 +168,7 @@ class Scheduler:
 
     def _wanted_key(self, seq: Seq, matched: list[Block]) -> BlockKey | None:
         """Of the first block that the cache could give, but has not."""
-        if len(matched) == matchable_blocks(len(seq.ids), self._block_size):
+        if len(matched) == seq.num_readable // self._block_size:
             return None
         return seq.block_key(len(matched), matched[-1] if matched else seq.root, self._block_size)
 
@@ -173,9 +185,11 @@ class Scheduler:
         seq.num_computed = len(matched) * self._block_size
         seq.prefill_end = len(seq.ids)
         if seq.cached_tokens is None:
-            seq.cached_tokens = seq.num_computed
+            # Of a resumed one the cache may give more than the prompt; what is told is what the prompt alone would have got.
+            most = matchable_blocks(seq.prompt_len, self._block_size) * self._block_size
+            seq.cached_tokens = min(seq.num_computed, most)
             self.num_prompt_tokens += seq.prompt_len
-            self.num_cached_tokens += seq.num_computed
+            self.num_cached_tokens += seq.cached_tokens
         insort(self._running, seq, key=lambda other: other.order)
         return True
 
@@ -186,8 +200,23 @@ class Scheduler:
         seq.num_computed = seq.num_sealed = seq.prefill_end = 0
 
     def _wait(self, seq: Seq) -> None:
+        self._has(seq, len(seq.names))
+        seq.names = block_names(seq.packed(0, seq.num_readable), seq.root.name, self._block_size)
+        seq.num_had = len(seq.names)
+        self._look(seq)
         insort(self._waiting, seq, key=lambda other: other.order)
 
-    def _match(self, seq: Seq) -> list[Block]:
-        """What the cache holds of its ids but the last, which must run to give logits."""
-        return self._pool.match(seq.root, seq.packed(0, len(seq.ids) - 1))
+    def _look(self, seq: Seq) -> list[Block]:
+        """What the cache holds of the ids that may be read from it, of one that waits."""
+        matched = self._pool.match(seq.root, seq.packed(0, seq.num_readable))
+        seq.expected_cached = len(matched) * self._block_size
+        self._has(seq, len(matched))
+        return matched
+
+    def _has(self, seq: Seq, count: int) -> None:
+        """Of the blocks that it can share, the first `count` need not be computed for it."""
+        if count < seq.num_had:
+            self._wanted.add(seq.names[count : seq.num_had])
+        else:
+            self._wanted.remove(seq.names[seq.num_had : count])
+        seq.num_had = count

@@ -8,13 +8,28 @@ wide the gap is.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from router.blocks import BlockName
 from router.wire import pack_ids
 from workers.block_pool import Block, BlockKey, Root
-from workers.protocol import Sampling
+from workers.protocol import Sampling, TokenLogprob
 
-__all__ = ["Seq"]
+__all__ = ["GrammarState", "Seq"]
+
+
+class GrammarState(Protocol):
+    """How far a sequence has come in its grammar. Both raise `workers.grammar_queue.GrammarError`."""
+
+    def allowed(self) -> bytes | None:
+        """Bit i % 8 of byte i // 8: token i may come next, one of them at least. None: any may."""
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """These have come."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +55,26 @@ class Seq:
     """Prompt tokens found in the cache when it was admitted for the first time; None before that."""
     expected_cached: int = 0
     """While it waits: tokens that the cache would give, as of the last look."""
+    names: list[BlockName] = field(default_factory=list)
+    """Of the blocks that others can share, until they are computed,"""
+    num_had: int = 0
+    """of which so many are cached or computed; the scheduler keeps count of the others."""
+
+    grammar: GrammarState | None = None
+    """Stands behind the last id, and is kept over preemptions."""
+    told: bool = False
+    """It has had its first output."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, as far as they are computed, where the request asked for them."""
+
+    @property
+    def num_readable(self) -> int:
+        """Ids whose KV may come from the cache: all but the last, which must run to give logits, as must those rows of the
+        prompt that are still to tell a logprob."""
+        num_told = len(self.prompt_logprobs)
+        if self.sampling.prompt_logprobs is not None and num_told < self.prompt_len - 1:
+            return num_told
+        return len(self.ids) - 1
 
     @property
     def num_uncomputed(self) -> int:

@@ -117,7 +117,13 @@ class ReplicaApp:
         report = self._metrics.last_report
         busy = self._completions.num_open > 0 or report.running > 0 or report.waiting > 0
         silent_s = time.monotonic() - self._engine.last_tick
-        return find_fault(alive=self._engine.alive, busy=busy, silent_s=silent_s)
+        return find_fault(
+            alive=self._engine.alive,
+            busy=busy,
+            silent_s=silent_s,
+            step_limit_s=report.step_limit_s,
+            failing=report.failing,
+        )
 
     def close_streams(self) -> None:
         """End the event streams, which would never end by themselves: the replica is about to stop."""

@@ -19,7 +19,7 @@ from workers.gguf_file import read_gguf
 from workers.model_config import read_json
 from workers.model_errors import ModelDamaged, ModelNotFound, ModelUnsupported
 
-__all__ = ["generation_eos_ids", "load_tokenizer_files"]
+__all__ = ["count_tokens", "generation_eos_ids", "load_tokenizer_files"]
 
 
 class _Type(IntEnum):
@@ -83,6 +83,18 @@ def _without_image_token(tokenizer_json: str, vocab_size: Any) -> str:
     if len(kept) == len(tokenizer["added_tokens"]):
         return tokenizer_json
     return json.dumps(tokenizer | {"added_tokens": kept}, ensure_ascii=False)
+
+
+def count_tokens(files: TokenizerFiles) -> int:
+    """One more than the highest id. Raises ModelDamaged."""
+    try:
+        tokenizer = json.loads(files.tokenizer_json)
+        vocab = tokenizer["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # by token, or in order with scores
+        added = (token["id"] for token in tokenizer.get("added_tokens") or [])
+        return 1 + max(int(token) for token in (*ids, *added))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelDamaged(f"tokenizer.json cannot be read: {error!r}") from error
 
 
 def generation_eos_ids(path: Path) -> frozenset[int]:

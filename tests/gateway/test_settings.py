@@ -238,5 +238,16 @@ def test_settings_cannot_be_changed() -> None:
 def test_the_routers_defaults_are_not_said_twice() -> None:
     assert Settings().routing.router_settings == RoutingSettings()
     assert load_settings(flags={"routing": {"policy": "random"}}).routing.router_settings.policy == "random"
-    scaled: dict[str, Any] = {"fixed_s": 0.004, "w_per_wait_s": 10.0, "saturated_s": 3.6}
+    scaled: dict[str, Any] = {"fixed_s": 0.004, "running_s": 0.0004, "w_per_wait_s": 10.0, "saturated_s": 3.6}
     assert load_settings(flags={"routing": scaled}).routing.router_settings == RoutingSettings(**scaled)
+
+
+def test_special_tokens_in_messages_are_a_matter_of_all_models_or_of_one(tmp_path: Path) -> None:
+    file = write(tmp_path, "prompts: {special_tokens_in_text: escape, models: {trusted: parse}}")
+
+    prompts = load_settings(file).prompts
+
+    assert (prompts.escapes("any"), prompts.escapes("trusted")) == (True, False)
+    assert not Settings().prompts.escapes("any")
+    with pytest.raises(SettingsError, match=r"prompts\.models\.m"):
+        load_settings(flags={"prompts": {"models": {"m": "maybe"}}})

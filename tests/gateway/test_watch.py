@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -27,10 +26,10 @@ from tests.serving import eventually
 class Watched:
     """A router, and a watcher that fills it."""
 
-    def __init__(self, executor: ThreadPoolExecutor) -> None:
+    def __init__(self) -> None:
         self.router = Router()
         self.upstream = Http1Upstream()
-        self.prompters = Prompters(executor)
+        self.prompters = Prompters()
         self.watcher = Watcher(self.router, self.upstream, self.prompters, ModelCards(), clock=time.monotonic)
 
     def watch(self, spec: ReplicaSpec, replica_id: str = "r") -> None:
@@ -47,13 +46,12 @@ class Watched:
 
 @pytest.fixture
 async def watched() -> AsyncIterator[Watched]:
-    with ThreadPoolExecutor(1) as executor:
-        made = Watched(executor)
-        try:
-            yield made
-        finally:
-            await made.watcher.aclose()
-            await made.upstream.aclose()
+    made = Watched()
+    try:
+        yield made
+    finally:
+        await made.watcher.aclose()
+        await made.upstream.aclose()
 
 
 def worker() -> contextlib.AbstractAsyncContextManager[Replica]:

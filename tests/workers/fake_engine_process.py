@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 
 from tests.workers.fake_runner import FakeRunner, make_info
-from workers.engine import Engine, ScheduledSeq
+from workers.engine import Engine
 from workers.engine_process import EngineArgs, main
+from workers.step import RowResult, ScheduledSeq
 
 SLOW_STEP_S = 0.005
 
@@ -35,7 +36,7 @@ class BehavingRunner(FakeRunner):
         super().__init__(make_info())
         self._behaviour = behaviour
 
-    def step(self, batch: Sequence[ScheduledSeq]) -> list[int | None]:
+    def step(self, batch: Sequence[ScheduledSeq]) -> list[RowResult]:
         if self._behaviour == "slow":
             time.sleep(SLOW_STEP_S)
         if self._behaviour == "fails":

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import xxhash
 
 from router.wire import pack_ids
-from workers.engine import ScheduledSeq
-from workers.protocol import EngineInfo, Sampling, Submit
+from workers.protocol import EngineInfo, Grammar, Sampling, Submit, TokenLogprob
+from workers.step import RowResult, ScheduledSeq
 
 VOCAB = 50
 EOS = 49
@@ -21,6 +21,12 @@ EOS = 49
 def next_id(context: Sequence[int], sampling: Sampling) -> int:
     """The model: a pure function of everything before, with an end now and then."""
     return xxhash.xxh3_64_intdigest(pack_ids(context), sampling.seed) % VOCAB
+
+
+def logprob_of(context: Sequence[int], num_top: int | None) -> TokenLogprob:
+    """Made up: of the last of these ids, after the others."""
+    value = -float(xxhash.xxh3_64_intdigest(pack_ids(context)) % 1000)
+    return TokenLogprob(value, [(top, value - top) for top in range(num_top or 0)])
 
 
 def answer(prompt: Sequence[int], sampling: Sampling, max_len: int) -> list[int]:
@@ -62,6 +68,10 @@ def make_submit(
     priority: int = 0,
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
+    resume: Sequence[int] = (),
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    grammar: Grammar | None = None,
 ) -> Submit:
     return Submit(
         rid=rid,
@@ -69,7 +79,16 @@ def make_submit(
         prompt=pack_ids(prompt),
         salt=salt,
         priority=priority,
-        sampling=Sampling(max_tokens=max_tokens, seed=seed, stop_token_ids=list(stop_token_ids), ignore_eos=ignore_eos),
+        resume=pack_ids(resume),
+        sampling=Sampling(
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=list(stop_token_ids),
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
+        ),
     )
 
 
@@ -80,16 +99,32 @@ class FakeRunner:
         self.info = info
         self.batches: list[list[ScheduledSeq]] = []
         self.num_failures_to_come = 0
-        self._kv: list[list[int | None]] = [[None] * info.block_size for _ in range(info.num_blocks)]
+        self._kv: list[list[int | None]] = [[None] * info.block_size for _ in range(info.num_blocks + 1)]
 
-    def step(self, batch: Sequence[ScheduledSeq]) -> list[int | None]:
+    def step(self, batch: Sequence[ScheduledSeq]) -> list[RowResult]:
         self.batches.append(list(batch))
         failing = self.num_failures_to_come > 0
         self._write(batch, spoiled=failing)
         if failing:
             self.num_failures_to_come -= 1
             raise MemoryError("no room for activations")
-        return [next_id(self._context(row), row.sampling) if row.sample else None for row in batch]
+        return [self._result(row) for row in batch]
+
+    def _result(self, row: ScheduledSeq) -> RowResult:
+        context = self._context(row)
+        targets = range(row.start + 1, row.start + 1 + row.num_prompt_logprobs)
+        prompt_logprobs = [
+            logprob_of((*context, *row.ids[len(context) :])[: target + 1], row.sampling.prompt_logprobs)
+            for target in targets
+        ]
+        if not row.sample:
+            return RowResult(prompt_logprobs=prompt_logprobs)
+        token = next_id(context, row.sampling)
+        if row.allowed is not None:
+            choice = [i for i in range(8 * len(row.allowed)) if row.allowed[i // 8] >> i % 8 & 1]
+            token = choice[token % len(choice)]
+        logprob = logprob_of([*context, token], row.sampling.logprobs) if row.sampling.logprobs is not None else None
+        return RowResult(token, logprob, prompt_logprobs)
 
     def _write(self, batch: Sequence[ScheduledSeq], *, spoiled: bool) -> None:
         size = self.info.block_size

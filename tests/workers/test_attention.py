@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from tests.workers.tiny_models import BLOCK_SIZE, scheduled
 from workers.attention import TILE, Attention, Heights, KVCache, choose_heights
+from workers.vector_math import settle_vector_math
+
+settle_vector_math()  # as the runner does
 
 HEADS, KV_HEADS, DIM = 6, 2, 32
 NUM_BLOCKS = 96
@@ -65,8 +68,8 @@ class Paged:
         return result
 
 
-# 7e-7 in fp32 as a rule; 2e-5 in one row of one head was seen once, on a busy machine, and could not be brought about again.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 2e-2)])
+# 7e-7 in fp32. The 2e-5 that were seen now and then in the first computation of a process are told in workers.vector_math.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("heights", [FAST, SAFE])
 @pytest.mark.parametrize("window", [None, 1, 2, 100, 255, 256, 257, 300, 512, 513, 600, 1000])
 def test_result_is_that_of_the_definition(

@@ -236,12 +236,11 @@ async def test_stop_ends_open_generations_and_later_requests_are_refused(start: 
 async def test_an_engine_whose_steps_fail_says_why_it_ended(start: Start) -> None:
     client = await start("fails")
     _, first = await read(client.submit(make_submit(1, PROMPT)))
-    _, second = await read(client.submit(make_submit(2, PROMPT)))
 
-    assert [first.message, second.message] == ["MemoryError: no room for activations"] * 2
-    await wait_until(lambda: not client.alive)
+    assert first.message == "MemoryError: no room for activations"
+    await wait_until(lambda: not client.alive)  # its own probe has failed too
     with pytest.raises(EngineDead, match="2 steps in a row failed, the last one with MemoryError"):
-        client.submit(make_submit(3, PROMPT))
+        client.submit(make_submit(2, PROMPT))
 
 
 async def test_a_request_before_the_start_is_refused() -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.blocks import block_names, root_name
+from router.blocks import BlockName, block_names, root_name
 from router.wire import pack_ids, unpack_ids
-from tests.workers.fake_runner import EOS, VOCAB, FakeRunner, answer, make_info, make_submit, next_id
+from tests.workers.fake_runner import EOS, VOCAB, FakeRunner, answer, logprob_of, make_info, make_submit, next_id
 from workers.engine import Engine
-from workers.protocol import EngineInfo, Output, Sampling, StepReport, Submit
+from workers.protocol import EngineInfo, Output, Sampling, StepReport, Submit, TokenLogprob
 
 STEPS_AT_MOST = 10_000
 
@@ -36,12 +37,17 @@ class Answers:
     def __init__(self) -> None:
         self.ids: defaultdict[int, list[int]] = defaultdict(list)
         self.last: dict[int, Output] = {}
+        self.logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+        self.prompt_logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self.readable: set[int] = set()
 
     def take(self, report: StepReport) -> None:
         for output in report.outputs:
             assert self.last.get(output.rid) is None or self.last[output.rid].finish_reason is None
+            assert not output.prompt_logprobs or output.rid not in self.last, "with the first output"
             self.ids[output.rid] += output.ids
+            self.logprobs[output.rid] += output.logprobs
+            self.prompt_logprobs[output.rid] += output.prompt_logprobs
             self.last[output.rid] = output
         assert self.readable.issuperset(report.removed)
         self.readable.difference_update(report.removed)
@@ -322,6 +328,43 @@ def test_a_success_between_two_failures_counts() -> None:
     assert engine.failed is None
 
 
+def test_after_half_a_minute_without_a_step_the_engine_tries_one_that_nobody_sees() -> None:
+    engine, runner = make_engine()  # its clock goes on by 0.1 s a look
+    for _ in range(290):
+        engine.step()
+    assert runner.batches == []
+    for _ in range(30):
+        report = engine.step()
+
+    ((row,),) = runner.batches
+    assert (len(row.tokens), list(row.block_table)) == (1, [engine.info.num_blocks])
+    assert (report.outputs, report.stored, report.kv_used_blocks, report.kv_cached_blocks) == ([], [], 0, 0)
+    assert (report.prompt_tokens_total, report.generated_tokens_total, report.step_ms) == (0, 0, 0.0)
+    assert not report.failing
+
+
+def test_a_probe_that_fails_twice_ends_the_engine() -> None:
+    engine, runner = make_engine()
+    runner.num_failures_to_come = 2
+    while not engine.step().failing:
+        assert engine.failed is None
+    assert engine.has_work(), "the second try comes at once"
+    engine.step()
+
+    assert engine.failed == "2 steps in a row failed, the last one with MemoryError: no room for activations"
+
+
+def test_a_failed_step_with_nobody_else_there_is_tried_again_at_once() -> None:
+    engine, runner = make_engine()
+    runner.num_failures_to_come = 1
+    engine.submit(make_submit(1, ids_without_end(9)))
+
+    assert engine.step().failing
+    assert engine.has_work()
+    assert not engine.step().failing
+    assert not engine.has_work()
+
+
 def test_a_report_counts_what_is_promised() -> None:
     engine, _ = make_engine(make_info(max_num_seqs=2), token_budget=6)
     engine.submit(make_submit(0, ids_without_end(9), max_tokens=1))
@@ -379,6 +422,106 @@ def test_the_name_under_which_a_model_is_served_is_in_the_names_of_its_blocks() 
     assert engine.step().stored[0].parent == root_name(model="public")
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, 1),  # family
+            st.integers(1, 30),
+            st.integers(1, 16),
+            st.none() | st.integers(0, 2),  # logprobs
+            st.none() | st.integers(0, 2),  # prompt_logprobs
+            st.integers(0, 6),  # of the answer that were generated elsewhere
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    num_blocks=st.integers(13, 24),
+    token_budget=st.integers(1, 30),
+)
+def test_logprobs_are_complete_whatever_the_schedule(
+    requests: Sequence[tuple[int, int, int, int | None, int | None, int]], num_blocks: int, token_budget: int
+) -> None:
+    """Chunked at any size, from a warm cache, preempted in the middle, resumed."""
+    info = make_info(num_blocks=num_blocks)
+    engine, _ = make_engine(info, token_budget=token_budget)
+    whole = []
+    for rid, (family, length, max_tokens, logprobs, prompt_logprobs, cut) in enumerate(requests):
+        prompt = ids_without_end(length, 13 * family)
+        said = answer(prompt, Sampling(max_tokens=max_tokens), num_blocks * 4)
+        cut = min(cut, len(said) - 1)
+        whole.append([*prompt, *said])
+        engine.submit(
+            make_submit(
+                rid,
+                prompt,
+                max_tokens=max_tokens,
+                resume=said[:cut],
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
+        )
+    answers = run_to_end(engine)
+
+    for rid, (_, length, _, logprobs, prompt_logprobs, _) in enumerate(requests):
+        ids = whole[rid]
+        told = len(answers.ids[rid])
+        assert answers.ids[rid] == ids[len(ids) - told :]
+        first = len(ids) - told if logprobs is not None else len(ids)
+        assert answers.logprobs[rid] == [logprob_of(ids[: i + 1], logprobs) for i in range(first, len(ids))]
+        last = length if prompt_logprobs is not None else 0
+        assert answers.prompt_logprobs[rid] == [logprob_of(ids[: i + 1], prompt_logprobs) for i in range(1, last)]
+
+
+def test_a_request_for_prompt_logprobs_reads_nothing_from_the_cache_and_is_read_by_others() -> None:
+    engine, _ = make_engine()
+    for rid, prompt_logprobs in enumerate([None, 0, None]):
+        engine.submit(make_submit(rid, ids_without_end(14), max_tokens=1, prompt_logprobs=prompt_logprobs))
+    answers = run_to_end(engine)
+
+    assert [answers.last[rid].cached_tokens for rid in range(3)] == [0, 0, 12]
+
+
+def test_a_resumed_answer_goes_on_where_it_was_cut_for_every_cut() -> None:
+    info = make_info(max_model_len=40)
+    whole_submit = make_submit(0, ids_without_end(10), max_tokens=12, ignore_eos=True)
+    whole = expected(whole_submit, info)
+    for cut in range(len(whole)):
+        for warm in (False, True):
+            engine, _ = make_engine(info)
+            if warm:
+                engine.submit(whole_submit)
+                run_to_end(engine)
+            resumed = make_submit(1, ids_without_end(10), max_tokens=12, ignore_eos=True, resume=whole[:cut])
+            engine.submit(resumed)
+            answers = run_to_end(engine)
+
+            assert answers.ids[1] == whole[cut:]
+            assert answers.last[1].finish_reason == "length"
+            assert answers.last[1].cached_tokens == (8 if warm else 0), "of the prompt, as in the whole answer"
+            report = engine.report()
+            assert (report.prompt_tokens_total, report.cached_tokens_total) == ((20, 8) if warm else (10, 0))
+
+
+@pytest.mark.parametrize(
+    ("resume", "options", "reason"),
+    [
+        ([1, EOS], {}, "has ended already (stop)"),
+        ([1, 2], {"max_tokens": 2}, "has ended already (length)"),
+        ([3, 4], {"stop_token_ids": [4]}, "has ended already (stop)"),
+        ([1] * 30, {"max_tokens": 99}, "has ended already (length)"),
+        ([VOCAB], {}, f"{VOCAB} is outside the vocabulary"),
+    ],
+)
+def test_an_answer_that_cannot_go_on_is_rejected(resume: list[int], options: dict[str, Any], reason: str) -> None:
+    engine, _ = make_engine(make_info(max_model_len=40))
+    engine.submit(make_submit(1, ids_without_end(10), resume=resume, **options))
+    answers = run_to_end(engine)
+
+    assert answers.last[1].finish_reason == "rejected"
+    assert reason in answers.last[1].message
+
+
 requests = st.lists(
     st.tuples(
         st.integers(0, 3),  # which family of prompts: those of one share their beginning
@@ -431,6 +574,58 @@ def test_every_request_gets_the_same_answer_whatever_the_schedule(
             assert last.cached_tokens < len(unpack_ids(submit.prompt))
     idle = engine.report()
     assert (idle.kv_used_blocks, idle.running, idle.waiting, idle.waiting_uncached_tokens) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("count", [10, 100])
+def test_many_requests_at_once_with_memory_for_eight_all_get_their_answer(count: int) -> None:
+    info = make_info(num_blocks=64, max_num_seqs=100)
+    engine, _ = make_engine(info, token_budget=120)
+    submits = [
+        make_submit(rid, ids_without_end(10, 3 * rid), max_tokens=20, seed=rid, ignore_eos=True) for rid in range(count)
+    ]
+    for submit in submits:
+        engine.submit(submit)
+    answers = Answers()
+    steps = 0
+    while engine.has_work():
+        report = engine.step()
+        answers.take(report)
+        assert report.kv_used_blocks <= info.num_blocks
+        assert report.running * 3 <= info.num_blocks
+        steps += 1
+
+    assert all(answers.ids[submit.rid] == expected(submit, info) for submit in submits)
+    assert report.preemptions_total > 0
+    assert steps <= 20 * count, "memory is never so short that one runs alone"
+    assert (report.running, report.waiting, report.kv_used_blocks, report.waiting_uncached_tokens) == (0, 0, 0, 0)
+    assert report.kv_cached_blocks <= info.num_blocks
+    assert not engine._seqs
+    assert not engine._scheduler._wanted._times
+
+
+def let_all_names_collide(engine: Engine) -> None:
+    engine._pool._block_names = lambda packed, *_: [BlockName(7)] * (len(packed) // (4 * engine.info.block_size))
+    engine._pool._root_name = lambda _: BlockName(7)
+
+
+def test_equal_blocks_under_other_prefixes_are_never_confused_even_if_all_names_are_equal() -> None:
+    info = make_info(num_blocks=8)
+    engine, _ = make_engine(info)
+    let_all_names_collide(engine)
+    a, b, x, y = (ids_without_end(4, start) for start in (0, 10, 20, 30))
+    prompts = [a + x, b + x, x, a + x + y, b + x + y, x + y, y + a, b + a, a + y + x + b, x + a, a + x]
+    answers = Answers()
+    cached: list[int] = []
+    for rid, (salt, prompt) in enumerate((salt, [*prompt, 5]) for salt in ("", "s", "") for prompt in prompts):
+        submit = make_submit(rid, prompt, max_tokens=5, salt=salt)
+        engine.submit(submit)
+        run_to_end(engine, answers)
+        assert answers.ids[rid] == expected(submit, info)
+        cached.append(answers.last[rid].cached_tokens)
+
+    # Eight blocks hold about three prompts, so parents go and come back in other places under children that they had before.
+    assert set(cached) == {0, 4, 8}
+    assert cached[len(prompts)] == 0, "another salt"
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -490,5 +685,16 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.answers.ended(rid) or rid in self.aborted
 
 
+class CollidingEngineMachine(EngineMachine):
+    """All names are equal, so the cache is found by ids and parents alone."""
+
+    @initialize(num_blocks=st.integers(4, 24), token_budget=st.integers(1, 24), max_num_seqs=st.integers(1, 5))
+    def build(self, num_blocks: int, token_budget: int, max_num_seqs: int) -> None:
+        super().build(num_blocks, token_budget, max_num_seqs)
+        let_all_names_collide(self.engine)
+
+
+CollidingEngineMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestEngineMachineWithCollidingNames = CollidingEngineMachine.TestCase
 EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestEngineMachine = EngineMachine.TestCase

@@ -6,8 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -30,6 +31,7 @@ from workers.protocol import (
     decode_from_engine,
     encode_message,
 )
+from workers.step import RowResult, ScheduledSeq
 
 DEADLINE_S = 10.0
 PROMPT = list(range(10))
@@ -99,6 +101,38 @@ def test_an_abort_ends_a_request() -> None:
             report = parent.read_report()
 
         assert (report.running, report.waiting, report.outputs) == (0, 0, [])
+
+
+class GatedRunner(FakeRunner):
+    """Each step waits for the test."""
+
+    def __init__(self) -> None:
+        super().__init__(make_info())
+        self.begun = threading.Semaphore(0)
+        self.may_end = threading.Semaphore(0)
+
+    def step(self, batch: Sequence[ScheduledSeq]) -> list[RowResult]:
+        self.begun.release()
+        assert self.may_end.acquire(timeout=DEADLINE_S)
+        return super().step(batch)
+
+
+def test_an_abort_in_the_middle_of_a_step_frees_its_blocks_with_the_next_report() -> None:
+    runner = GatedRunner()
+    with serving(lambda: Engine(runner)) as (parent, _):
+        parent.read()
+        parent.send(make_submit(1, PROMPT, max_tokens=200, ignore_eos=True))
+        assert runner.begun.acquire(timeout=DEADLINE_S)
+        parent.send(Abort(rid=1))
+        runner.may_end.release()
+        report = parent.read_report()
+        while not report.running:
+            report = parent.read_report()
+
+        assert report.kv_used_blocks > 0, "the step under way"
+        report = parent.read_report()
+        assert (report.running, report.kv_used_blocks) == (0, 0)
+        assert len(runner.batches) == 1
 
 
 def test_an_idle_engine_reports_at_least_twice_a_second() -> None:

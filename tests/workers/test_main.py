@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,9 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from tests.default_model import default_model
+from tests.workers.gguf_writing import write_metadata
+from tests.workers.test_hub import publish
 from tests.workers.tiny_models import VOCAB, make_hf
 from workers.__main__ import _serve_command, parse_size
 
@@ -177,6 +181,40 @@ def test_a_model_that_cannot_be_served_ends_the_start_with_one_clear_line(tmp_pa
     assert last_line_of(tmp_path, "--plan-only").startswith("Error: models of type 'gpt2' are not implemented")
 
 
+def test_a_gguf_file_that_cannot_be_served_ends_the_start_with_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+
+    write_metadata(path, {"tokenizer.ggml.model": "gpt2"})
+    assert last_line_of(path).startswith("Error: the file has no vocabulary")
+
+    path.write_bytes(path.read_bytes().replace(b"llama", b"mamba"))
+    assert last_line_of(path, "--plan-only").startswith("Error: GGUF models of type 'mamba' are not implemented")
+
+
+@pytest.mark.model
+def test_a_file_that_ends_within_its_weights_ends_the_start_with_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    with default_model().open("rb") as whole, path.open("wb") as cut:
+        cut.write(whole.read(60_000_000))
+
+    line = last_line_of(path, "--kv-memory", "64MiB")
+
+    assert line.startswith(f"Error: {path} is truncated: 60000000 bytes, tensor ")
+
+
+def test_a_default_model_with_another_hash_ends_the_start_with_one_clear_line(tmp_path: Path) -> None:
+    publish(tmp_path, b"GGUF of somebody else")
+    where = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "WARMPATH_CACHE": str(tmp_path / "cache")}
+
+    with worker("default", env={"WARMPATH_JOIN_TOKEN": ""} | where) as process:  # pip has warnings of its own
+        out, log = process.communicate(timeout=60)
+
+    assert process.returncode == 1
+    assert out == ""
+    assert "Traceback" not in log
+    assert re.fullmatch(r"Error: \S+\.gguf has SHA-256 \w{64}, not \w{64}; it is not used", log.splitlines()[-1])
+
+
 @pytest.mark.parametrize(
     ("args", "fault"),
     [
@@ -202,6 +240,13 @@ def test_a_model_that_cannot_be_served_ends_the_start_with_one_clear_line(tmp_pa
         (["--replicas", "0"], "replicas"),
         (["--replicas", "2", "--advertise", "http://host:1"], "--advertise"),
         (["--replicas", "2", "--port", "65535"], "no ports"),
+        (["--preset", "abacus"], "abacus"),
+        (["--jitter", "1"], "jitter"),
+        (["--jitter", "nan"], "--jitter"),
+        (["--decode-ms", "0"], "decode-ms"),
+        (["--kv-tokens", "1024", "--kv-memory", "1GiB"], "two units"),
+        (["--fault", "explode"], "is no fault"),
+        (["--fault", "1/hang"], "there are 1"),
     ],
 )
 def test_a_wrong_option_is_a_usage_error(args: list[str], fault: str) -> None:
@@ -209,6 +254,36 @@ def test_a_wrong_option_is_a_usage_error(args: list[str], fault: str) -> None:
 
     assert result.exit_code == 2
     assert fault in result.output
+
+
+def test_an_option_of_simulated_replicas_is_refused_for_others() -> None:
+    result = CliRunner().invoke(_serve_command, ["./model", "--speedup", "2"], env=QUIET)
+
+    assert result.exit_code == 2
+    assert "--speedup is for simulated replicas" in result.output
+
+
+def test_the_parameters_of_the_command_line_change_those_of_the_preset() -> None:
+    with worker(
+        *("simulated", "--preset", "smg", "--prefill-ms", "30", "--prefill-token-ms", "0.1", "--decode-ms", "1"),
+        *("--decode-free", "4", "--decode-row", "0.5", "--jitter", "0.1", "--seed", "7", "--kv-tokens", "4096"),
+        *("--replicas", "2", "--credential", "secret", "--fault", "1/503:1", "--fault", "die:2"),
+    ) as process:
+        assert process.stdout is not None
+        running, *urls = [process.stdout.readline().split()[-1] for _ in range(3)]
+        assert running == "once"
+        with httpx.Client(headers={"authorization": "Bearer secret"}, trust_env=False) as http:
+            models = [http.get(f"{url}/v1/models").json()["data"][0] for url in urls]
+            body = {"prompt": "hello", "max_tokens": 2}
+            statuses = [http.post(f"{url}/v1/completions", json=body).status_code for url in urls]
+            with pytest.raises(httpx.TransportError):
+                http.post(f"{urls[0]}/v1/completions", json=body)
+        _, log = process.communicate(timeout=10)
+
+    assert [model["max_model_len"] for model in models] == [4096, 4096]
+    assert statuses == [200, 503]
+    assert process.returncode == 70, "a process that died on request says so"
+    assert "Traceback" not in log
 
 
 def test_help_ends_with_examples() -> None:

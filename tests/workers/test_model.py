@@ -94,7 +94,7 @@ def test_int8_bits_do_not_depend_on_threads_and_chunks(use_threads: Callable[[in
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_bits_of_the_gate_do_not_depend_on_threads_and_rows(name: str, use_threads: Callable[[int], None]) -> None:
     # Int8 rounds nearly all of such differences away, so they are looked for where they arise.
-    activate_ = Decoder(weights_of(make_hf(name)), "fp32", max_len=8)._activate_
+    activate_ = Decoder(weights_of(make_hf(name)), "fp32", 8, VOCAB)._activate_
 
     for rows, width in ((301, 2048), (513, 112), (40, 1111), (5, 2048), (601, 112), (146, 112), (147, 112), (4, 18944)):
         gate_up = torch.randn(rows, 2 * width)
@@ -105,10 +105,13 @@ def test_bits_of_the_gate_do_not_depend_on_threads_and_rows(name: str, use_threa
             assert torch.equal(activate_(gate_up.clone()[:, :width]), wanted)
 
 
-def test_no_row_that_samples_gives_no_logits() -> None:
-    step = Steps(weights_of(make_hf()))
+@needs_int8
+def test_ids_that_the_tokenizer_does_not_know_get_no_logits_and_the_others_the_same() -> None:
+    weights = weights_of(make_hf("llama tied"))
+    whole, cut = (Decoder(weights, "int8", 64, num_tokens) for num_tokens in (VOCAB, VOCAB - 5))
+    hidden = torch.randn(5, 64)
 
-    assert step(scheduled(random_ids(5), 0, [7]), sampled=[]).shape == (0, VOCAB)
+    assert torch.equal(cut.logits(hidden), whole.logits(hidden)[:, : VOCAB - 5])
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), pytest.param("int8", 0.06, marks=needs_int8)])

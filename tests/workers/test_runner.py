@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,29 +12,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig
+from msgspec import structs
 
-from router.prompt import load_prompter
-from tests.default_model import default_model
 from tests.workers.tiny_models import (
     BLOCK_SIZE,
     GREEDY,
     VOCAB,
     hf_logits,
-    hf_model,
     make_hf,
     random_ids,
     scheduled,
     weights_of,
 )
 from workers import runner as runner_module
-from workers.engine import Runner, ScheduledSeq
-from workers.load_gguf import load_gguf
-from workers.model_config import tensor_shapes
-from workers.protocol import Sampling
+from workers.protocol import Sampling, TokenLogprob
 from workers.quant import int8_works
 from workers.runner import TorchRunner
-from workers.tokenizer_files import load_tokenizer_files
+from workers.step import RowResult, Runner
 from workers.weights import Weights
 
 needs_int8 = pytest.mark.skipif(not int8_works(), reason="this CPU has no exact 8-bit product")
@@ -71,7 +65,7 @@ def generate(
             for rid, (context, start, table) in enumerate(zip(contexts, done, tables, strict=True))
         ]
         done = [len(context) for context in contexts]
-        for context, token in zip(contexts, runner.step(batch), strict=True):
+        for context, (token, *_) in zip(contexts, runner.step(batch), strict=True):
             assert token is not None
             context.append(token)
     return [context[len(prompt) :] for context, prompt in zip(contexts, prompts, strict=True)]
@@ -109,11 +103,11 @@ def test_rows_that_do_not_sample_give_none() -> None:
     runner = make_runner(weights_of(make_hf()), "fp32")
     ids = random_ids(40)
 
-    assert runner.step([scheduled(ids[:20], 0, [3, 4], sample=False)]) == [None]
+    assert runner.step([scheduled(ids[:20], 0, [3, 4], sample=False)]) == [RowResult()]
     mixed = [scheduled(ids[20:], 20, [3, 4, 7]), scheduled(ids, 0, [1, 2, 0], sample=False)]
-    token, nothing = runner.step(mixed)
+    (token, *_), nothing = runner.step(mixed)
 
-    assert nothing is None
+    assert nothing == RowResult()
     assert token in range(VOCAB)
 
 
@@ -164,7 +158,9 @@ def test_int8_bits_of_layers_with_a_window_do_not_depend_on_chunks_and_company(n
 
     def kept(table: Sequence[int]) -> list[torch.Tensor]:
         """Keys and values of every layer: all that was computed shows in them, but the last layer's output."""
-        layers = (layer.view(-1, runner.info.num_blocks, layer.shape[1] * BLOCK_SIZE) for layer in runner._cache.layers)
+        layers = (
+            layer.view(-1, runner._cache.num_blocks, layer.shape[1] * BLOCK_SIZE) for layer in runner._cache.layers
+        )
         return [layer.index_select(1, torch.tensor(table[: 700 // BLOCK_SIZE])) for layer in layers]
 
     @settings(max_examples=8)
@@ -207,6 +203,63 @@ def test_numerics_tell_apart_what_may_give_other_bits() -> None:
     assert len(set(numerics)) == 3
 
 
+@needs_int8
+def test_int8_numerics_do_not_depend_on_threads_and_neither_do_bits() -> None:
+    weights = weights_of(make_hf())
+    prompts = [random_ids(length, seed=length) for length in (5, 290)]
+    before = torch.get_num_threads()
+    try:
+        fp32 = [make_runner(weights, "fp32", threads=threads) for threads in (1, 2)]
+        int8, said = [], []
+        for threads in (1, 2):
+            int8.append(make_runner(weights, "int8", threads=threads, kv_bytes=4 << 20))
+            said.append(generate(int8[-1], prompts, disjoint_tables(2, 21), 4, sampling=SAMPLED))
+    finally:
+        torch.set_num_threads(before)
+
+    assert fp32[0].info.numerics != fp32[1].info.numerics
+    assert int8[0].info.numerics == int8[1].info.numerics
+    assert said[0] == said[1]
+    assert all(map(torch.equal, int8[0]._cache.layers, int8[1]._cache.layers))
+
+
+def test_padding_of_the_embedding_is_never_said_and_told_apart() -> None:
+    weights = weights_of(make_hf())
+    cut = make_runner(weights, "fp32", num_tokens=VOCAB - 40)
+    sampling = Sampling(max_tokens=1, temperature=2.0, logit_bias={VOCAB - 1: 100.0}, repetition_penalty=1.1)
+
+    row = scheduled(ids := random_ids(20), 0, [0, 1], sampling=sampling, prompt=ids)
+    said = {cut.step([replace(row, sampling=structs.replace(sampling, seed=seed))])[0].token for seed in range(200)}
+
+    assert None not in said
+    assert max(token for token in said if token is not None) < VOCAB - 40
+    assert len(said) > 10
+    assert cut.info.vocab_size == VOCAB, "a prompt may have such ids"
+    assert cut.info.numerics != make_runner(weights, "fp32").info.numerics
+
+
+def test_logprobs_of_prompt_and_answer_are_those_of_transformers_in_any_chunks() -> None:
+    model = make_hf()
+    runner = make_runner(weights_of(model), "fp32")
+    ids = random_ids(200)
+    exact = hf_logits(model, ids).double().log_softmax(-1)
+    sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=4, prompt_logprobs=2)
+
+    told: list[TokenLogprob] = []
+    for start, end in pairwise([0, 1, 70, 199, 200]):  # of 129 rows, three pieces
+        row = scheduled(ids[start:end], start, range(20), sampling=sampling, sample=end == 200, prompt=ids)
+        (result,) = runner.step([row])
+        told += result.prompt_logprobs
+
+    assert len(told) == 199
+    assert [each.logprob for each in told] == pytest.approx(exact[range(199), ids[1:]].tolist(), abs=1e-3)
+    best = exact.topk(4)
+    assert [[value for _, value in each.top] for each in told] == pytest.approx(best.values[:199, :2].numpy(), abs=1e-3)
+    assert result.logprob is not None
+    assert [token for token, _ in result.logprob.top] == best.indices[-1].tolist()
+    assert result.logprob.top[0] == (result.token, result.logprob.logprob)
+
+
 def test_memory_that_holds_no_block_is_refused() -> None:
     with pytest.raises(ValueError, match="no block"):
         make_runner(weights_of(make_hf()), "fp32", kv_bytes=100)
@@ -226,137 +279,3 @@ def test_a_saved_model_is_loaded(tmp_path: Path) -> None:
     assert runner.info.model == "Tiny-Model"
     assert runner.info.eos_ids == [1, 2]
     assert is_greedy(model, prompt, answer)
-
-
-QUESTIONS = (
-    "What is the capital of France?",
-    "Name three colors.",
-    "Write a haiku about rain.",
-    "What is 7 times 6?",
-    "Who wrote Hamlet?",
-    "Explain gravity in one sentence.",
-    "Translate 'good morning' to Spanish.",
-    "List the days of the week.",
-    "What do bees make?",
-    "Give me a recipe for tea.",
-    "Why is the sky blue?",
-    "Tell me a joke.",
-    "What is a prime number?",
-    "Say hello in four languages.",
-    "Describe the ocean.",
-    "Write a Python function that adds two numbers.",
-    "What is the largest planet?",
-    "How do I boil an egg?",
-    "Finish: once upon a time",
-    "Wie heißt die Hauptstadt von Österreich?",
-)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    prompter = load_prompter(load_tokenizer_files(default_model()))
-    now = datetime.now(UTC)
-    return [list(prompter.encode_chat({"messages": [{"role": "user", "content": text}]}, now)) for text in QUESTIONS]
-
-
-def load_default(precision: str) -> TorchRunner:
-    return TorchRunner.load(
-        default_model(), precision=precision, kv_bytes=400 << 20, max_num_seqs=64, block_size=BLOCK_SIZE
-    )
-
-
-def hf_default() -> Any:
-    """The default model in `transformers`, from the tensors that our loader gives."""
-    weights = load_gguf(default_model())
-    config = weights.config
-    model = hf_model(
-        AutoConfig.for_model(
-            "llama",
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=True,
-        )
-    )
-    model.load_state_dict({name: weights.load(name) for name in tensor_shapes(config)}, strict=False, assign=True)
-    model.tie_weights()
-    return model
-
-
-@pytest.mark.model
-def test_default_model_in_fp32_says_what_transformers_says_cold_and_warm(prompts: list[list[int]]) -> None:
-    runner = load_default("fp32")
-    tables = disjoint_tables(40, 8)
-    cold, own = tables[:20], tables[20:]
-    # The first two blocks of each prompt are those that its cold run filled.
-    warm = [[*old[:2], *new[2:]] for old, new in zip(cold, own, strict=True)]
-
-    runner.step([scheduled(prompt, 0, table) for prompt, table in zip(prompts, cold, strict=True)])
-    contexts = [list(prompt) for prompt in prompts * 2]
-    done = [len(prompt) - 1 for prompt in prompts] + [2 * BLOCK_SIZE] * 20
-    for _ in range(64):
-        batch = [
-            scheduled(context[start:], start, table)
-            for context, start, table in zip(contexts, done, [*cold, *warm], strict=True)
-        ]
-        done = [len(context) for context in contexts]
-        for context, token in zip(contexts, runner.step(batch), strict=True):
-            assert token is not None
-            context.append(token)
-    answers = [context[-64:] for context in contexts]
-
-    assert answers[:20] == answers[20:]
-    model = hf_default()
-    wrong = [q for q, p, a in zip(QUESTIONS, prompts, answers[:20], strict=True) if not is_greedy(model, p, a)]
-    assert wrong == []
-
-
-@pytest.mark.model
-@needs_int8
-def test_default_model_in_int8_knows_the_capital_of_france(prompts: list[list[int]]) -> None:
-    runner = load_default("int8")
-    prompter = load_prompter(load_tokenizer_files(default_model()))
-
-    answer = generate(runner, prompts[:1], [list(range(10))], 9)[0]
-
-    assert prompter.decode(answer, skip_special_tokens=True).startswith("The capital of France is Paris")
-    assert set(runner.info.eos_ids) & set(answer)
-
-
-@pytest.mark.model
-@needs_int8
-def test_default_model_in_int8_gives_the_same_bits_in_any_schedule(prompts: list[list[int]]) -> None:
-    runner = load_default("int8")
-    long = [token for prompt in prompts for token in prompt][:530]
-    tables = disjoint_tables(5, 40)
-
-    def step_through(cuts: Sequence[int], table: Sequence[int], company: Sequence[ScheduledSeq] = ()) -> list[int]:
-        """Prefill in chunks, beside others, then decode; with noise, so that near ties show."""
-        chosen: list[int] = []
-        for start, end in zip([0, *cuts], [*cuts, len(long)], strict=True):
-            runner.step([*company, scheduled(long[start:end], start, table, sampling=SAMPLED)])
-        context = list(long)
-        for _ in range(6):
-            row = scheduled(context[-1:], len(context) - 1, table, sampling=SAMPLED)
-            token = runner.step([*company, row])[-1]
-            assert token is not None
-            context.append(token)
-            chosen.append(token)
-        return chosen
-
-    whole = step_through([], tables[0])
-    company = [scheduled(prompt, 0, table) for prompt, table in zip(prompts[:2], tables[3:5], strict=True)]
-
-    assert step_through([512], tables[1]) == whole
-    assert step_through([7, 100, 256, 300, 529], tables[2], company) == whole
-    for layer in runner._cache.layers:  # not only the choice: everything that was computed
-        rows = [
-            layer.view(2, 3, -1, BLOCK_SIZE, 64)[:, :, table[:33]].flatten(2, 3)[:, :, :530] for table in tables[:3]
-        ]
-        assert torch.equal(rows[0], rows[1])
-        assert torch.equal(rows[0], rows[2])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -7,14 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workers.adjust import Draw
 from workers.protocol import Sampling
-from workers.sampler import Draw, sample
+from workers.sampler import sample
 
 VOCAB = 3000
 
 
 def draw(position: int = 0, **sampling: Any) -> Draw:
-    return Draw(Sampling(max_tokens=1, **sampling), position)
+    return Draw(Sampling(max_tokens=1, **sampling), position, array("I"), 0)
 
 
 def random_logits(rows: int, *, vocab: int = VOCAB, scale: float = 2.0, seed: int = 0) -> torch.Tensor:

@@ -227,3 +227,65 @@ def test_every_step_runs_all_that_were_admitted_within_its_bounds(
                 bench.scheduler.remove(seq)
 
     assert bench.pool.num_used == 0
+
+
+def distinct_pending(bench: Bench) -> int:
+    """By the definition: different (prefix, block) pairs that nobody has computed, and everybody's own rests."""
+    blocks: set[tuple[int, ...]] = set()
+    rests = 0
+    for seq in (*bench.scheduler._waiting, *(seq for seq in bench.scheduler._running if seq.prefilling)):
+        ids = tuple(seq.ids)
+        num_shareable = (len(ids) - 1) // SIZE
+        cached = len(bench.pool.match(seq.root, seq.packed(0, num_shareable * SIZE)))
+        had = max(cached * SIZE, seq.num_computed) if seq in bench.scheduler._running else seq.expected_cached
+        blocks |= {ids[: SIZE * (i + 1)] for i in range(had // SIZE, num_shareable)}
+        rests += len(ids) - max(num_shareable * SIZE, had) - (had % SIZE if had < num_shareable * SIZE else 0)
+    return SIZE * len(blocks) + rests
+
+
+def test_a_prefix_that_several_wait_for_is_pending_once() -> None:
+    bench = Bench(token_budget=10)
+    shared = distinct(16, 0)
+    for number in range(1, 4):
+        bench.add(shared + distinct(5, number))
+    assert bench.scheduler.num_pending_tokens() == 16 + 3 * 5
+
+    assert bench.step() == [(0, 10)]
+    assert bench.scheduler.num_pending_tokens() == 6 + 3 * 5
+    bench.scheduler.remove(bench.seqs[1])
+    assert bench.scheduler.num_pending_tokens() == 6 + 2 * 5
+    bench.scheduler.remove(bench.seqs[0])  # the one that computes it: 8 of the 16 are in the cache
+    assert bench.step() == [(2, 10)]
+    assert bench.scheduler.num_pending_tokens() == 3
+    assert bench.step() == [(2, 3)]
+    assert bench.scheduler.num_pending_tokens() == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 20), st.integers(0, 2)), min_size=1, max_size=8),
+    removed=st.sets(st.integers(0, 7), max_size=3),
+    num_blocks=st.integers(8, 30),
+    token_budget=st.integers(1, 12),
+)
+def test_pending_tokens_are_what_is_left_to_compute(
+    requests: list[tuple[int, int, int]], removed: set[int], num_blocks: int, token_budget: int
+) -> None:
+    bench = Bench(num_blocks=num_blocks, token_budget=token_budget, max_num_seqs=3)
+    for family, length, steps in requests:
+        bench.add(distinct(length, family))
+        for _ in range(steps):
+            bench.step()
+            assert bench.scheduler.num_pending_tokens() >= 0
+    for rid in removed:
+        if rid < len(bench.seqs):
+            bench.scheduler.remove(bench.seqs[rid])
+    for seq in bench.scheduler._waiting:  # the cache may have dropped what it found when it last looked
+        bench.scheduler._look(seq)
+
+    assert bench.scheduler.num_pending_tokens() == distinct_pending(bench)
+    for seq in bench.seqs:
+        if seq.rid not in removed:
+            bench.scheduler.remove(seq)
+    assert bench.scheduler.num_pending_tokens() == 0
+    assert not bench.scheduler._wanted._times

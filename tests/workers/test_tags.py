@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.trivial import TrivialTokenizer
+from router.wire import unpack_ids
 from tests.workers.walks import tagged_walker
 from workers.tags import ModelTags, ReasoningState
 
@@ -21,7 +22,9 @@ def test_tags_that_are_tokens_of_their_own_are_known() -> None:
 def test_a_tokenizer_without_such_tokens_has_none() -> None:
     tokenizer = TrivialTokenizer()
 
-    tags = ModelTags.of(lambda text: tokenizer.encode(text, add_special_tokens=False), tokenizer.special_ids)
+    tags = ModelTags.of(
+        lambda text: unpack_ids(tokenizer.encode(text, add_special_tokens=False)), tokenizer.special_ids
+    )
 
     assert tags == ModelTags(None, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -9,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from workers.attention import Attention, Heights, KVCache
-from workers.engine import ScheduledSeq
 from workers.model import Decoder
 from workers.model_config import check_tensors, config_from_hf
 from workers.plan import Precision
 from workers.protocol import Sampling
+from workers.step import ScheduledSeq
 from workers.weights import Weights
 
 VOCAB: Final = 96
@@ -87,9 +88,9 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def make_hf(name: str = "llama") -> Any:
+def make_hf(name: str = "llama", **changes: Any) -> Any:
     """A `transformers` model in fp32 whose every tensor is random, biases and norms too."""
-    options = _SIZES | CONFIGS[name]
+    options = _SIZES | CONFIGS[name] | changes
     torch.manual_seed(0)
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     model = hf_model(config)
@@ -137,10 +138,20 @@ def scheduled(
     rid: int = 0,
     sample: bool = True,
     sampling: Sampling = GREEDY,
+    prompt: Sequence[int] = (),
 ) -> ScheduledSeq:
-    """A row as the engine makes it: its table is cut to what the positions need."""
+    """A row as the engine makes it: its table is cut to what the positions need. `prompt`: all of it, where that matters."""
     num_blocks = -(-(start + len(tokens)) // BLOCK_SIZE)
-    return ScheduledSeq(rid, list(tokens), start, list(table[:num_blocks]), sample, sampling, start + len(tokens))
+    return ScheduledSeq(
+        rid=rid,
+        tokens=list(tokens),
+        start=start,
+        block_table=list(table[:num_blocks]),
+        sample=sample,
+        sampling=sampling,
+        prompt_len=len(prompt) or start + len(tokens),
+        ids=array("I", prompt),
+    )
 
 
 class Steps:
@@ -148,7 +159,7 @@ class Steps:
 
     def __init__(self, weights: Weights, precision: Precision = "fp32") -> None:
         config = weights.config
-        self._decoder = Decoder(weights, precision, max_len=1024)
+        self._decoder = Decoder(weights, precision, 1024, config.vocab_size)
         self._cache = KVCache(
             num_layers=config.num_layers,
             num_blocks=128,
@@ -169,14 +180,10 @@ class Steps:
         """Logits of the rows `sampled`, of all unless told otherwise."""
         ids = [token for seq in batch for token in seq.tokens]
         positions = [seq.start + i for seq in batch for i in range(len(seq.tokens))]
-        return self._decoder.forward(
-            torch.tensor(ids),
-            torch.tensor(positions),
-            self._cache,
-            self._attention,
-            self._attention.plan(batch),
-            torch.tensor(range(len(ids)) if sampled is None else sampled, dtype=torch.int64),
+        hidden = self._decoder.forward(
+            torch.tensor(ids), torch.tensor(positions), self._cache, self._attention, self._attention.plan(batch)
         )
+        return self._decoder.logits(hidden if sampled is None else hidden[list(sampled)])
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
