@@ -30,7 +30,7 @@ def check_chat(body: Mapping[str, Any]) -> None:
     """`body`: a chat completion request as JSON values. Raises `PromptError` with the place of the first fault."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _invalid("messages", "must be a list of at least one message")
+        raise _wrong_type("messages", "must be a list of at least one message")
     if len(messages) > MAX_MESSAGES:
         raise _invalid("messages", f"may hold {MAX_MESSAGES} messages")
     for index, message in enumerate(messages):
@@ -52,7 +52,7 @@ def _is_plain(message: object) -> bool:
 
 def _check_message(message: object, where: str) -> None:
     if not isinstance(message, Mapping):
-        raise _invalid(where, "must be an object")
+        raise _wrong_type(where, "must be an object")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in _ROLES:
         raise _invalid(f"{where}.role", f"must be one of {', '.join(sorted(_ROLES))}")
@@ -67,7 +67,7 @@ def _check_message(message: object, where: str) -> None:
 def _check_part(part: object, where: str) -> None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(kind, str):
-        raise _invalid(where, "must be an object with a type")
+        raise _wrong_type(where, "must be an object with a type")
     if kind != "text" or not isinstance(part.get("text"), str):
         raise PromptError(f"'{where}': this model reads text only.", code="unsupported_content", param=where)
 
@@ -78,10 +78,10 @@ def _check_tools(tools: object) -> None:
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if not isinstance(tool, Mapping) or not isinstance(tool.get("type"), str):
-            raise _invalid(where, "must be an object with a type")
+            raise _wrong_type(where, "must be an object with a type")
         function = tool.get("function")
         if not isinstance(function, Mapping):
-            raise _invalid(f"{where}.function", "must be an object")
+            raise _wrong_type(f"{where}.function", "must be an object")
         name = function.get("name")
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
             raise _invalid(f"{where}.function.name", "must be 1 to 64 letters, digits, '_' and '-'")
@@ -109,6 +109,10 @@ def _check_schema(schema: object, where: str) -> None:
         if not level:
             return
     raise _invalid_schema(where, f"is nested deeper than {MAX_SCHEMA_DEPTH}")
+
+
+def _wrong_type(param: str, what: str) -> PromptError:
+    return PromptError(f"'{param}' {what}.", code="invalid_type", param=param)
 
 
 def _invalid(param: str, what: str) -> PromptError:

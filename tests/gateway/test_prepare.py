@@ -134,7 +134,7 @@ async def test_replicas_that_come_at_once_load_their_tokenizer_once(monkeypatch:
     assert loads == [FILES]
 
 
-@pytest.mark.parametrize("messages", [1, 3000])
+@pytest.mark.parametrize("messages", [1, 2000])
 async def test_what_would_hold_the_loop_for_long_is_done_in_a_thread(
     messages: int, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ def test_what_a_template_may_see(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
-        ({"messages": None}, "invalid_value", "messages"),
+        ({"messages": None}, "invalid_type", "messages"),
         ({"messages": [HELLO] * 2049}, "invalid_value", "messages"),
         ({"messages": [HELLO, {"role": ["user"], "content": "x"}]}, "invalid_value", "messages[1].role"),
         ({"messages": [{"role": "user"}]}, "invalid_value", "messages[0].content"),
