@@ -8,6 +8,7 @@ import sys
 import click
 
 from loadtest.fleet import fleet
+from loadtest.hotpath import gateway
 from loadtest.matrix import matrix
 from loadtest.trace import data
 
@@ -21,7 +22,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-for command in (fleet, matrix, data):
+for command in (fleet, gateway, matrix, data):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ __all__ = [
     "Setup",
     "compare",
     "read_report",
+    "this_commit",
+    "this_machine",
     "write_report",
 ]
 
@@ -85,7 +87,7 @@ class ReportUnreadable(Exception):
 
 def compare(arms: Sequence[Arm], workload: Workload, setup: Setup, port: int, tell: Callable[[str], None]) -> Report:
     """Raises SystemFailure when a router or the fleet does not start, or ends early."""
-    machine = _machine()
+    machine = this_machine()
     shape = FleetShape(
         replicas=setup.replicas,
         processes=setup.processes,
@@ -104,7 +106,7 @@ def compare(arms: Sequence[Arm], workload: Workload, setup: Setup, port: int, te
                 summarize(arm.name, workload.requests, ideal, measured, speedup=setup.speedup, limits=setup.limits)
             )
     return Report(
-        commit=_commit(),
+        commit=this_commit(),
         machine=machine,
         setup=setup,
         median=[median_run([run for run in done if run.arm == arm.name]) for arm in arms],
@@ -153,7 +155,7 @@ def read_report(path: Path) -> Report:
         raise ReportUnreadable(f"{path}: no report of this version of `warmpath bench fleet`: {error}") from error
 
 
-def _machine() -> Machine:
+def this_machine() -> Machine:
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return Machine(
         cpu=names[0].partition(":")[2].strip() if names else platform.machine(),
@@ -164,7 +166,7 @@ def _machine() -> Machine:
     )
 
 
-def _commit() -> str:
+def this_commit() -> str:
     """Of the code that runs here; '' where that is no checkout."""
     asked = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
