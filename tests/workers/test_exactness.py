@@ -27,11 +27,11 @@ from workers.runner import TorchRunner
 
 __all__ = ["tell_cases"]  # a fixture
 
-EXAMPLES: Final = int(os.environ.get("WARMPATH_TESTS_CASES", "12"))
+EXAMPLES: Final = int(os.environ.get("WARMPATH_TESTS_CASES", "8"))
 
 pytestmark = [
     pytest.mark.skipif(not int8_works(), reason="this CPU has no exact 8-bit product"),
-    pytest.mark.timeout(120 + 4 * EXAMPLES),
+    pytest.mark.timeout(300 + 30 * EXAMPLES),
 ]
 
 PATHS: Final = {
