@@ -91,7 +91,9 @@ class Preparer:
         choices = [
             PreparedChoice(
                 submit,
-                self._choice(request, index, echo, parser_of(request, state, index=index, response_id=response_id)),
+                self._choice(
+                    request, submit, index, echo, parser_of(request, state, index=index, response_id=response_id)
+                ),
                 echo,
             )
             for index, (submit, echo) in enumerate(
@@ -142,7 +144,7 @@ class Preparer:
         )
 
     def _choice(
-        self, request: GenerationRequest, index: int, echo: Echo | None, parser: MessageParser | None
+        self, request: GenerationRequest, submit: Submit, index: int, echo: Echo | None, parser: MessageParser | None
     ) -> Choice:
         return Choice(
             index,
@@ -150,7 +152,7 @@ class Preparer:
             has_stops=bool(request.stop),
             min_tokens=request.min_tokens,
             include_stop=request.include_stop,
-            eos_ids=() if request.ignore_eos else self._eos_ids,
+            eos_ids=() if submit.sampling.ignore_eos else self._eos_ids,
             logprobs=request.logprobs is not None,
             num_chars_before=len(echo.text) if echo is not None else 0,
             parser=parser,

@@ -141,7 +141,7 @@ def _sampling(request: GenerationRequest, seed: int, choice: int, room: int, gra
         seed=seed,
         choice=choice,
         stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
+        ignore_eos=request.ignore_eos and grammar is None,  # behind a grammar's sentence nothing can come
     )
 
 
