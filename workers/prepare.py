@@ -111,10 +111,8 @@ class Preparer:
         if request.chat:
             escape = request.field is not None and request.field.escape
             return [await self._encoder.encode_chat(request.body, escape=escape)]
-        return [
-            await self._encoder.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
-            for prompt in completion_prompts(request.prompt)
-        ]
+        prompts = completion_prompts(request.prompt)
+        return await self._encoder.encode_prompts(prompts, add_special_tokens=request.add_special_tokens)
 
     def _reasoning_state(self, request: GenerationRequest, prompt: bytes) -> ReasoningState | None:
         """None: no thoughts are looked for. A text completion is text, whatever tags it has."""
@@ -135,13 +133,12 @@ class Preparer:
         if not request.echo:
             return [None for _ in prompts]
         texts = _texts(request, len(prompts))
-        return [await self._echo(request, *pair) for pair in zip(prompts, texts, strict=True)]
 
-    async def _echo(self, request: GenerationRequest, packed: bytes, text: str | None) -> Echo:
-        return await self._encoder.run(
-            len(packed),
-            lambda: echo_of(packed, text, self._decode(request), offsets=request.logprobs is not None),
-        )
+        def write() -> list[Echo | None]:
+            decode, offsets = self._decode(request), request.logprobs is not None
+            return [echo_of(*pair, decode, offsets=offsets) for pair in zip(prompts, texts, strict=True)]
+
+        return await self._encoder.run(sum(map(len, prompts)), write)
 
     def _choice(
         self, request: GenerationRequest, submit: Submit, index: int, echo: Echo | None, parser: MessageParser | None

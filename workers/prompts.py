@@ -13,6 +13,7 @@ from msgspec import Meta, Raw
 from workers.api_error import ApiError, decode_json, invalid_value
 
 __all__ = [
+    "MAX_PROMPTS",
     "MAX_TOOLS",
     "DetokenizeRequest",
     "Prompt",
@@ -27,7 +28,8 @@ __all__ = [
 ]
 
 MAX_PROMPTS: Final = 128
-"""Prompts in one completions body. Each is a sequence of its own, so this bounds what one request may put in the queue."""
+"""Prompts in one completions body, times `n`. Each choice is a sequence of its own, so this bounds what one request may put
+in the queue: a request that fills it alone would be told for ever to come again."""
 MAX_MESSAGES: Final = 2048
 MAX_TOOLS: Final = 128
 
@@ -130,6 +132,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: Raw = Raw(b"")
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
