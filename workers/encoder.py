@@ -34,14 +34,23 @@ class Encoder:
         """The rendered messages of a chat request. `escape`: special tokens in their texts are text."""
         return await self.run(len(body), lambda: self._encode_chat(body, escape))
 
-    async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool) -> bytes:
-        if not isinstance(prompt, str):
-            return pack_ids(prompt)
-        return await self.run(len(prompt), lambda: self.prompter.pack_text(prompt, add_special_tokens))
+    async def encode_prompts(self, prompts: Sequence[Prompt], *, add_special_tokens: bool) -> list[bytes]:
+        """One piece of work: many short prompts take as long as a long one."""
+
+        def encode(prompt: Prompt) -> bytes:
+            return self.prompter.pack_text(prompt, add_special_tokens) if isinstance(prompt, str) else pack_ids(prompt)
+
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await self.run(size, lambda: list(map(encode, prompts)))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text with its special tokens, so that encoding it again gives the ids."""
         return await self.run(4 * len(ids), lambda: self.prompter.decode(ids, skip_special_tokens=False))
+
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Each token alone: U+FFFD stands for the part of a character."""
+        token_bytes = self.prompter.token_bytes
+        return await self.run(4 * len(ids), lambda: [token_bytes(id_).decode(errors="replace") for id_ in ids])
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
         """Do `work` here, or in a thread when it is about more than some bytes."""

@@ -216,7 +216,7 @@ class Engine:
                 try:
                     self._emit(seq, result)
                 except GrammarError as error:
-                    self._end_in_error(seq, f"the grammar failed: {error}")
+                    self._end_by_grammar(seq, error)
 
     def _compute(self, batch: Sequence[ScheduledSeq]) -> list[RowResult] | str:
         """What came of it, or why nothing did. Two failures in a row are the end."""
@@ -247,7 +247,7 @@ class Engine:
                 batch.append(self._row(piece))
                 able.append(piece)
             except GrammarError as error:
-                self._end_in_error(piece.seq, f"the grammar failed: {error}")
+                self._end_by_grammar(piece.seq, error)
         return able, batch
 
     def _row(self, piece: Slice) -> ScheduledSeq:
@@ -310,6 +310,11 @@ class Engine:
         self._outputs.append(
             Output(rid=seq.rid, ids=[], cached_tokens=seq.cached_tokens or 0, finish_reason="error", message=message)
         )
+
+    def _end_by_grammar(self, seq: Seq, error: GrammarError) -> None:
+        """It turned out too complex on its way: the request's own doing, and it would fail on any other replica too."""
+        self._forget(seq)
+        self._reject(seq.rid, f"the grammar failed: {error}")
 
     def _forget(self, seq: Seq) -> None:
         del self._seqs[seq.rid]

@@ -91,7 +91,9 @@ class Preparer:
         choices = [
             PreparedChoice(
                 submit,
-                self._choice(request, index, echo, parser_of(request, state, index=index, response_id=response_id)),
+                self._choice(
+                    request, submit, index, echo, parser_of(request, state, index=index, response_id=response_id)
+                ),
                 echo,
             )
             for index, (submit, echo) in enumerate(
@@ -109,10 +111,8 @@ class Preparer:
         if request.chat:
             escape = request.field is not None and request.field.escape
             return [await self._encoder.encode_chat(request.body, escape=escape)]
-        return [
-            await self._encoder.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
-            for prompt in completion_prompts(request.prompt)
-        ]
+        prompts = completion_prompts(request.prompt)
+        return await self._encoder.encode_prompts(prompts, add_special_tokens=request.add_special_tokens)
 
     def _reasoning_state(self, request: GenerationRequest, prompt: bytes) -> ReasoningState | None:
         """None: no thoughts are looked for. A text completion is text, whatever tags it has."""
@@ -133,16 +133,15 @@ class Preparer:
         if not request.echo:
             return [None for _ in prompts]
         texts = _texts(request, len(prompts))
-        return [await self._echo(request, *pair) for pair in zip(prompts, texts, strict=True)]
 
-    async def _echo(self, request: GenerationRequest, packed: bytes, text: str | None) -> Echo:
-        return await self._encoder.run(
-            len(packed),
-            lambda: echo_of(packed, text, self._decode(request), offsets=request.logprobs is not None),
-        )
+        def write() -> list[Echo | None]:
+            decode, offsets = self._decode(request), request.logprobs is not None
+            return [echo_of(*pair, decode, offsets=offsets) for pair in zip(prompts, texts, strict=True)]
+
+        return await self._encoder.run(sum(map(len, prompts)), write)
 
     def _choice(
-        self, request: GenerationRequest, index: int, echo: Echo | None, parser: MessageParser | None
+        self, request: GenerationRequest, submit: Submit, index: int, echo: Echo | None, parser: MessageParser | None
     ) -> Choice:
         return Choice(
             index,
@@ -150,7 +149,7 @@ class Preparer:
             has_stops=bool(request.stop),
             min_tokens=request.min_tokens,
             include_stop=request.include_stop,
-            eos_ids=() if request.ignore_eos else self._eos_ids,
+            eos_ids=() if submit.sampling.ignore_eos else self._eos_ids,
             logprobs=request.logprobs is not None,
             num_chars_before=len(echo.text) if echo is not None else 0,
             parser=parser,

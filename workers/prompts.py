@@ -15,6 +15,7 @@ from router.prompt_errors import PromptError
 from workers.api_error import ApiError, decode_json, invalid_value
 
 __all__ = [
+    "MAX_PROMPTS",
     "DetokenizeRequest",
     "Prompt",
     "TokenId",
@@ -28,7 +29,8 @@ __all__ = [
 ]
 
 MAX_PROMPTS: Final = 128
-"""Prompts in one completions body. Each is a sequence of its own, so this bounds what one request may put in the queue."""
+"""Prompts in one completions body, times `n`. Each choice is a sequence of its own, so this bounds what one request may put
+in the queue: a request that fills it alone would be told for ever to come again."""
 
 TokenId = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 
@@ -97,6 +99,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: Raw = Raw(b"")
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from typing import Final
 from router.wire import decode_ids, unpack_ids
 from workers.api_error import ApiError, invalid_value
 from workers.openai import GenerationRequest
+from workers.prompts import MAX_PROMPTS
 from workers.protocol import EngineInfo, Grammar, Sampling, Submit
 
 __all__ = [
@@ -62,6 +63,8 @@ def _decoded(text: str, param: str) -> bytes:
 
 def check_request(request: GenerationRequest, prompts: Sequence[bytes], info: EngineInfo) -> None:
     """Raises `ApiError` 400 for what the engine must not see."""
+    if len(prompts) * request.n > MAX_PROMPTS:
+        raise invalid_value(f"'prompt' and 'n' ask for more than {MAX_PROMPTS} choices in all.", "n")
     for prompt in prompts:
         _check_prompt(request, prompt, info)
         room = context_length(info) - len(prompt) // 4
@@ -141,7 +144,7 @@ def _sampling(request: GenerationRequest, seed: int, choice: int, room: int, gra
         seed=seed,
         choice=choice,
         stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
+        ignore_eos=request.ignore_eos and grammar is None,  # behind a grammar's sentence nothing can come
     )
 
 

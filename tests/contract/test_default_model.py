@@ -83,6 +83,27 @@ async def test_a_function_that_is_named_is_called_and_the_answer_ends_as_any_oth
     assert answer["finish_reason"] == "stop"
 
 
+async def test_behind_the_sentence_of_a_grammar_nothing_comes(real: httpx.AsyncClient) -> None:
+    body = chat("Yes or no?", structured_outputs={"choice": ["yes", "no"]}, ignore_eos=True, n=2, temperature=1)
+
+    answer = await real.post(CHAT, json=body)
+
+    assert answer.status_code == 200, answer.text
+    for choice in answer.json()["choices"]:
+        assert choice["message"]["content"] in ("yes", "no")
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+
+
+async def test_a_grammar_that_turns_out_too_complex_is_its_clients_fault(real: httpx.AsyncClient) -> None:
+    """A 5xx would be held against the replica, and be tried on the others too."""
+    regex = "(((((a{1,99}){1,99}){1,99}){1,99}){1,99})"
+
+    answer = await real.post(CHAT, json=chat(structured_outputs={"regex": regex}))
+
+    assert answer.status_code == 400, answer.text
+    assert "grammar" in answer.json()["error"]["message"]
+
+
 async def test_a_format_is_kept_by_the_official_client(smollm2: Replica) -> None:
     number = {"type": "integer", "maximum": 99}
     schema = {"type": "object", "properties": {"n": number}, "required": ["n"], "additionalProperties": False}

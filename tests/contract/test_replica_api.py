@@ -497,6 +497,28 @@ async def test_tokens_become_the_text_again(http: httpx.AsyncClient) -> None:
     assert text_again == {"prompt": prompt}
 
 
+async def test_tokens_are_told_as_text_where_that_is_asked_for(http: httpx.AsyncClient) -> None:
+    asked = {"prompt": "one two", "add_special_tokens": False}
+
+    plain = (await http.post("/tokenize", json=asked)).json()
+    told = (await http.post("/tokenize", json={**asked, "return_token_strs": True})).json()
+
+    assert "".join(told.pop("token_strs")) == "one two"
+    assert told == plain
+
+
+async def test_no_request_is_so_large_that_it_could_never_be_queued(http: httpx.AsyncClient) -> None:
+    prompts = [[300 + number] for number in range(64)]
+
+    most = await http.post(TEXT, json=text(prompts, n=2, max_tokens=1))
+    more = await http.post(TEXT, json=text(prompts, n=3, max_tokens=1))
+
+    assert most.status_code == 200
+    assert [choice["index"] for choice in most.json()["choices"]] == list(range(128))
+    assert more.status_code == 400, "a 503 would be an invitation to come again"
+    assert error_of(more)["param"] == "n"
+
+
 @pytest.mark.parametrize("ids", [[1, 1 << 32], [-1], [True], [1.0], "1"])
 async def test_what_is_no_token_has_no_text(http: httpx.AsyncClient, ids: Any) -> None:
     answer = await http.post("/detokenize", json={"tokens": ids})

@@ -80,6 +80,10 @@ SCHEMAS: list[tuple[str, Any, str]] = [
     ("many patterns by name", {"allOf": [{"$ref": "#x"}], "$defs": {"a": {"$anchor": "x", "allOf": patterns(20)}}}, "8 patt"),
     ("many patterns by escapes", {"allOf": [{"$ref": "#/%24defs/a"}], "$defs": {"a": {"allOf": patterns(30)}}}, "8 patterns"),
     ("many patterns for a property", {"allOf": [{"properties": {"x": part}} for part in patterns(30)]}, "8 patterns"),
+    ("multiple of a large prime", {"type": "integer", "multipleOf": 99_991}, "beyond 10000"),
+    ("multiple with many digits", {"type": "number", "multipleOf": 9.9991}, "beyond 10000"),
+    ("multiple of several", {"allOf": [{"multipleOf": prime} for prime in (9973, 9967, 9949, 9941)]}, "several"),
+    ("multiple of several by refs", refs(9, lambda ref: ref | {"multipleOf": 97}), "several"),
     ("many patterns for keys", {"patternProperties": {f"^a{i}$": {} for i in range(300)}}, "8 patterns"),
 ]  # fmt: skip
 
@@ -101,6 +105,7 @@ def test_a_schema_that_cannot_be_used_is_told_so(name: str, schema: Any, told: s
         {"type": "string", "minLength": 10**9},
         {"type": "array", "minItems": 10**9},
         {"type": "string", "pattern": ".*a.{200}"},
+        {"properties": {f"p{n}": {"type": "number", "multipleOf": n} for n in (9973, 9967, 100_000, 0.001, 0.25)}},
         nested(30, "properties"),
     ],
 )  # fmt: skip
