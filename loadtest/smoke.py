@@ -23,12 +23,16 @@ from typing import Any, Final, cast
 import click
 import httpx
 import msgspec
-from openai import OpenAI
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
 from loadtest.talks import Message, Talk, load_talks
+
+try:
+    from openai import OpenAI
+except ImportError:
+    sys.exit("Error: this needs the official client: use `make smoke`, or pip install openai")
 
 __all__ = ["main"]
 
