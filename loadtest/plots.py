@@ -21,7 +21,7 @@ _LEAST_MS: Final = 10.0
 def require_matplotlib() -> None:
     """Before the measuring, not after it. Raises ClickException."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException("plots need matplotlib: pip install 'warmpath[bench]'")
+        raise click.ClickException("plots need matplotlib: pip install matplotlib")
 
 
 def draw_plots(report: Report, folder: Path) -> list[Path]:

@@ -76,7 +76,6 @@ class Reservation:
     stamp: float
     prompt_tokens: int
     matched_tokens: int
-    tokens_known: bool
     streamed: bool
     begun_at: float
     permit: Pass
@@ -129,7 +128,6 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     mismatch: str
     """Why it does not fit its pool; '' when it does."""
     breaker: BreakerState
-    ejected_until: float
     busy_until: float
     inflight: int
     promised_tokens: int
@@ -303,7 +301,7 @@ class Replica:
         self.breaker.end(reservation.permit, _VERDICTS[outcome], now)
         if outcome is Outcome.BUSY:
             self.busy_until = max(self.busy_until, now + self.settings.busy_s)
-        if outcome is Outcome.OK and reservation.tokens_known:
+        if outcome is Outcome.OK:
             self._learn(reservation, cached_tokens, prompt_tokens or reservation.prompt_tokens)
         return computed
 
@@ -382,7 +380,6 @@ class Replica:
             weight=self.weight,
             mismatch=self.mismatch,
             breaker=self.breaker.state,
-            ejected_until=self.breaker.until,
             busy_until=self.busy_until,
             inflight=self.inflight,
             promised_tokens=self.unanswered_tokens,

@@ -51,11 +51,6 @@ class Density:
         self.bytes_per_token = prior
         self._ratios: deque[float] = deque(maxlen=_KEPT_RATIOS)
 
-    @property
-    def samples(self) -> int:
-        """Answers that it rests on."""
-        return len(self._ratios)
-
     def learn(self, num_bytes: int, prompt_tokens: int) -> bool:
         """Take in an answer; False when it cannot be true, or is too short to tell."""
         if num_bytes < _MIN_SAMPLE_BYTES or not num_bytes <= prompt_tokens * _MOST_BYTES <= num_bytes * _WIDEST:

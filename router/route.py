@@ -56,8 +56,6 @@ class Query:
     """Of its canonical text, where tokens are unknown and `num_tokens` is an estimate from it."""
     exclude: frozenset[str] = frozenset()
     """Replicas that were tried already."""
-    request_tokens_known: bool = True
-    """False when `num_tokens` is a guess that nothing should be learned from."""
     streamed: bool = True
     """False when the answer's first byte comes only with its last token, so that its time tells nothing of the prefill."""
 
@@ -296,7 +294,6 @@ class Router:
             stamp=self._last_stamp,
             prompt_tokens=decision.prompt_tokens,
             matched_tokens=decision.matched_tokens,
-            tokens_known=query.request_tokens_known,
             streamed=query.streamed,
             begun_at=now,
             permit=replica.breaker.begin(now),
@@ -328,7 +325,7 @@ class Router:
         """
         replica = reservation.replica
         members = self._pools[replica.spec.model] if self._replicas.get(replica.id) is replica else None
-        if members is None or outcome is not Outcome.OK or not reservation.tokens_known:
+        if members is None or outcome is not Outcome.OK:
             computed = replica.finish(reservation, now, outcome, cached_tokens)
             if members is not None and not computed:
                 members.index.retract(replica.holding, reservation.names, reservation.stamp)

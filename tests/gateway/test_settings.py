@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gateway.addresses import PortRange
 from gateway.settings import Settings, SettingsError, load_settings, redacted
@@ -52,6 +53,19 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path, monk
     assert settings.server.max_body_bytes == 2048
     assert settings.stream.idle_s == 5
     assert settings.stream.connect_s == Settings().stream.connect_s
+
+
+def test_the_sample_of_all_settings_has_each_with_its_default() -> None:
+    file = Path(__file__).parents[2] / "deploy" / "settings.yaml"
+
+    assert load_settings(file) == Settings()
+    assert _names(yaml.safe_load(file.read_text())) == _names(Settings().model_dump(mode="json"))
+
+
+def _names(settings: dict[str, Any]) -> set[str]:
+    """Dotted, of every setting that is no group."""
+    inner = {name: _names(value) if isinstance(value, dict) else set() for name, value in settings.items()}
+    return {".".join(filter(None, (name, below))) for name, found in inner.items() for below in found or {""}}
 
 
 def test_lists_come_from_the_environment_as_json(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,6 @@ def reserve(
         stamp=now,
         prompt_tokens=tokens + matched,
         matched_tokens=matched,
-        tokens_known=True,
         streamed=streamed,
         begun_at=now,
         permit=Pass(0, trial=False),

@@ -109,6 +109,13 @@ def test_a_request_is_explained_without_being_sent_and_past_ones_are_listed(up: 
     assert up.run("decisions").returncode == 0
 
 
+def test_the_smoke_run_finds_nothing_wrong_with_made_up_text(up: Up) -> None:
+    smoke = up.run("smoke")
+
+    assert smoke.returncode == 0, smoke.stdout + smoke.stderr
+    assert "endpoint ok: simulated" in smoke.stdout
+
+
 def test_revoking_reaches_nothing_but_keys(up: Up) -> None:
     failed = up.run("keys", "revoke", "../replicas/worker-0")
 
