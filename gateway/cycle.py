@@ -71,6 +71,7 @@ class Cycle:
         "gone",
         "keep_alive",
         "scope",
+        "waiting_bytes",
     )
 
     def __init__(self, carrier: Carrier, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> None:
@@ -84,6 +85,8 @@ class Cycle:
         self._is_http11 = scope["http_version"] == "1.1"
         # The request.
         self._body: list[bytes] = []
+        self.waiting_bytes = 0
+        """Of the body, that the app has not taken. Counted, since a body may come in chunks of one byte."""
         self._body_ended = False
         self._body_taken = False
         self._waiter: asyncio.Future[None] | None = None
@@ -112,14 +115,10 @@ class Cycle:
         """Whether the request has arrived whole."""
         return self._body_ended
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Of the body, that the app has not taken."""
-        return sum(map(len, self._body))
-
     def feed_body(self, data: bytes) -> None:
         if not self._answered:
             self._body.append(data)
+            self.waiting_bytes += len(data)
             self._wake()
 
     def feed_end(self) -> None:
@@ -153,6 +152,10 @@ class Cycle:
             await self.send({"type": "http.response.start", "status": 500, "headers": [_JSON]})
             await self.send({"type": "http.response.body", "body": error.body()})
 
+    def _drop_body(self) -> None:
+        self._body.clear()
+        self.waiting_bytes = 0
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -172,7 +175,7 @@ class Cycle:
         while not (self.gone or self._answered):
             if self._body or (self._body_ended and not self._body_taken):
                 body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-                self._body.clear()
+                self._drop_body()
                 self._body_taken = self._body_ended
                 self._carrier.resume_reading()
                 return {"type": "http.request", "body": body, "more_body": not self._body_ended}
@@ -235,7 +238,7 @@ class Cycle:
             self._carrier.write(head + data)
         if not more:
             self._answered = True
-            self._body.clear()
+            self._drop_body()
             self._wake()
             self._carrier.finished()
 
