@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -109,6 +110,14 @@ class _Held:
         self._clock = clock
         self.outcome = Outcome.CANCELLED
         self.usage: Usage | None = None
+
+    @property
+    def replica_id(self) -> str:
+        return self._reservation.replica_id
+
+    @property
+    def begun_at(self) -> float:
+        return self._reservation.begun_at
 
     def answered(self) -> None:
         self._router.answered(self._reservation, self._clock())
@@ -213,13 +222,14 @@ class Dispatcher:
                 break
             record.decision = decision
             record.tries += 1
+            begun_at = self._clock()
             try:
                 await self._try(job, decision, reply, record, patience)
             except _TryElsewhere as failure:
                 error = failure.error
                 tried |= {decision.replica_id}
                 self._on_failed_try(job.request.model, error.code)
-                if failure.was_lost and self._quarantine.crashed(job.fingerprint, self._clock()):
+                if failure.was_lost and self._crashed(job, decision.replica_id, begun_at):
                     raise quarantined(500) from failure
             else:
                 return
@@ -338,7 +348,7 @@ class Dispatcher:
         except UpstreamError as error:
             complete = False
             if isinstance(error, UpstreamClosed):
-                self._quarantine.crashed(job.fingerprint, self._clock())
+                self._crashed(job, held.replica_id, held.begun_at)
         else:
             complete = relay.done
         if not complete:
@@ -349,6 +359,9 @@ class Dispatcher:
         await reply.end()
         self._settle(relay.usage, held, record)
         await _read_to_end(response)
+
+    def _crashed(self, job: Job, replica_id: str, begun_at: float) -> bool:
+        return self._quarantine.crashed(job.fingerprint, replica_id, begun_at, self._clock())
 
     def _settle(self, usage: Usage | None, held: _Held, record: Record) -> None:
         held.outcome = Outcome.OK
@@ -394,9 +407,10 @@ def _retry_after(headers: Mapping[bytes, bytes]) -> float | None:
     if value is None:
         return None
     try:
-        return max(float(value), 0.0)
+        seconds = float(value)
     except ValueError:
         return 1.0
+    return 1.0 if math.isnan(seconds) else max(seconds, 0.0)
 
 
 def _answer_headers(job: Job, record: Record) -> list[Header]:

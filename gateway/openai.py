@@ -7,7 +7,7 @@ stay raw bytes and reach the replica as the client wrote them. Fields are added 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ __all__ = [
     "model_list_body",
     "parse_request",
     "parse_usage",
+    "usage_of",
 ]
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
@@ -199,13 +200,17 @@ def _without(body: bytes, name: str) -> bytes:
     return msgspec.json.encode(members)
 
 
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+"""More than any context; sums of these are exact in a metric's float for ever."""
+
+
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Tokens | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: _Tokens = 0
+    completion_tokens: _Tokens = 0
     prompt_tokens_details: _PromptDetails | None = None
 
     @property
@@ -214,16 +219,33 @@ class Usage(msgspec.Struct, frozen=True):
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
 
+_usage_decoder = msgspec.json.Decoder(Usage | None)
+
+
+def usage_of(reported: msgspec.Raw) -> Usage | None:
+    """A usage object as a replica sent it; None for one that cannot be true, as when it sent none.
+
+    A good answer is not made bad by its count: servers leave parts of it null, or give fractions.
+    """
+    try:
+        return _usage_decoder.decode(reported)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+
+
 class _Answer(msgspec.Struct):
-    usage: Usage | None = None
+    usage: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _answer_decoder = msgspec.json.Decoder(_Answer)
 
 
 def parse_usage(answer: bytes) -> Usage | None:
-    """Usage of a whole JSON answer. Raises ValueError when the bytes are no JSON object."""
-    return _answer_decoder.decode(answer).usage
+    """Usage of a whole JSON answer. Raises `MsgspecError` when the bytes are no JSON object."""
+    try:
+        return usage_of(_answer_decoder.decode(answer).usage)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error
 
 
 def model_list_body(models: Iterable[tuple[str, float]]) -> bytes:

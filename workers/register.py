@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -33,11 +34,22 @@ GOODBYE_TIMEOUT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How often to try. Three beats fit into the lease of 15 s, so two may be lost."""
+    """How often to try."""
 
     beat_s: float = 5.0
+    """At most; a short lease asks for more."""
     retry_min_s: float = 0.5
     retry_max_s: float = 5.0
+
+
+_BEATS_PER_LEASE: Final = 3
+"""So that two may be lost."""
+
+
+class _Lease(msgspec.Struct):
+    """What is read of a gateway's answer."""
+
+    lease_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,7 @@ class Registration:
         self._pace = pace
         self._fault: _Fault | None = None
         self._is_registered = False
+        self._lease_s = math.inf
 
     async def run(self, http: httpx.AsyncClient) -> None:
         """Never returns: register until it works, then beat until told to register again."""
@@ -68,7 +81,7 @@ class Registration:
         while True:
             if await (self._send_beat(http) if self._is_registered else self._register(http)):
                 retry_s = self._pace.retry_min_s
-                await asyncio.sleep(self._pace.beat_s)
+                await asyncio.sleep(min(self._pace.beat_s, self._lease_s / _BEATS_PER_LEASE))
             else:
                 # Jitter, so that the replicas of a gateway that comes back do not arrive as one.
                 await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311
@@ -104,7 +117,10 @@ class Registration:
             answer = await http.request(method, url, content=body, headers=self._headers)
         except _CALL_FAILED as error:
             return _Fault(_reason(error))
-        return None if answer.is_success else _Fault(answer.text[:200], answer.status_code)
+        if not answer.is_success:
+            return _Fault(answer.text[:200], answer.status_code)
+        self._lease_s = _lease_s(answer.content)
+        return None
 
     def _note(self, what: str, fault: _Fault | None) -> None:
         if fault == self._fault:
@@ -129,6 +145,15 @@ async def registered(registrations: Sequence[Registration]) -> AsyncIterator[Non
                 for task in tasks:
                     task.cancel()
         await asyncio.gather(*(registration.leave(http) for registration in registrations))
+
+
+def _lease_s(answer: bytes) -> float:
+    """How long the gateway keeps us without a beat; infinity when it does not say."""
+    try:
+        lease_s = msgspec.json.decode(answer, type=_Lease).lease_s
+    except (msgspec.MsgspecError, RecursionError):
+        return math.inf
+    return lease_s if lease_s > 0 else math.inf
 
 
 def _reason(error: Exception) -> str:
