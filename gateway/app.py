@@ -33,7 +33,7 @@ from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.http1 import Http1Upstream
 from gateway.keys import KeyKind, KeyStore
 from gateway.limits import RequestLimiter
-from gateway.listener import Listener
+from gateway.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
@@ -206,6 +206,7 @@ def _unready(router: Router) -> str | None:
 
 async def run_gateway(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM. Raises OSError for a port in use."""
+    raise_descriptor_limit()
     with (
         _listen(settings.server.host, settings.server.port) as public_socket,
         _listen(settings.admin.host, settings.admin.port) as admin_socket,
@@ -215,7 +216,7 @@ async def run_gateway(settings: Settings) -> None:
         grace_s = settings.server.grace_s
         servers = [
             _server(gateway.public, Listener(settings.server.limits), grace_s),
-            _server(gateway.admin, Listener(), grace_s),
+            _server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), grace_s),
         ]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

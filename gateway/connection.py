@@ -53,7 +53,7 @@ class ListenerLimits:
     max_pipelined: int = 8
     """Requests that may wait for the one before them."""
     max_connections: int | None = None
-    """None: four fifths of the process's file descriptors, so that replicas, health checks and logs get theirs."""
+    """None: a share of the process's file descriptors (`gateway.listener`)."""
 
 
 class Hub(Protocol):

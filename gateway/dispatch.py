@@ -26,6 +26,7 @@ from gateway.prepare import PreparedPrompt
 from gateway.retries import Fingerprint, Quarantine, RetryBudget, fingerprint
 from gateway.sse import MAX_EVENT_BYTES, SseRelay, error_event
 from gateway.upstream import (
+    ConnectRefused,
     Origin,
     Timeouts,
     Upstream,
@@ -95,9 +96,10 @@ class Record:
 class _TryElsewhere(Exception):
     """This replica did not answer; `error` is what the client gets if no other one does."""
 
-    def __init__(self, error: ApiError, *, was_lost: bool = False) -> None:
-        """`was_lost`: its connection broke while it had the request."""
+    def __init__(self, error: ApiError, *, was_sent: bool = True, was_lost: bool = False) -> None:
+        """`was_sent`: it may have had work with the request. `was_lost`: its connection broke while it had the request."""
         self.error = error
+        self.was_sent = was_sent
         self.was_lost = was_lost
 
 
@@ -125,7 +127,11 @@ class _Held:
     def failed(self, error: Exception) -> _TryElsewhere:
         """The replica's fault, before its answer began."""
         self.outcome = Outcome.FAILED
-        return _TryElsewhere(upstream_error(error), was_lost=isinstance(error, UpstreamClosed))
+        return _TryElsewhere(
+            upstream_error(error),
+            was_sent=not isinstance(error, ConnectRefused),
+            was_lost=isinstance(error, UpstreamClosed),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -211,14 +217,17 @@ class Dispatcher:
                 patience.end()
 
     async def _try_in_turn(self, job: Job, reply: Reply, record: Record, patience: _Patience | None) -> None:
+        """A replica that refuses connections is passed over: trying the next one multiplies nobody's load."""
         tried: frozenset[str] = frozenset()
         error: ApiError | None = None
-        for number in range(_MAX_TRIES):
+        sent = 0
+        while sent < _MAX_TRIES:
             decision = self._router.route(job.prompt.query(job.request, tried), self._clock(), self._draw())
             if isinstance(decision, Unroutable):
                 error = error or unroutable(decision, job.request.model)
                 break
-            if number and not self._budget.try_begin():
+            is_retry = sent > 0
+            if is_retry and not self._budget.try_begin():
                 break
             record.decision = decision
             record.tries += 1
@@ -228,16 +237,17 @@ class Dispatcher:
             except _TryElsewhere as failure:
                 error = failure.error
                 tried |= {decision.replica_id}
+                sent += failure.was_sent
                 self._on_failed_try(job.request.model, error.code)
                 if failure.was_lost and self._crashed(job, decision.replica_id, begun_at):
                     raise quarantined(500) from failure
             else:
                 return
             finally:
-                if number:
+                if is_retry:
                     self._budget.end()
         assert error is not None
-        if record.tries and error.status >= 500:
+        if sent and error.status >= 500:
             error.should_retry = False  # a client that comes back at once would multiply what we have tried in vain
         raise error
 

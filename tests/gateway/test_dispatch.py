@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import httpx
@@ -120,6 +121,19 @@ async def test_who_has_tried_in_vain_asks_the_client_not_to(tmp_path: Path) -> N
 
         assert failed.headers["x-should-retry"] == "false"
         assert "x-should-retry" not in busy.headers
+
+
+async def test_replicas_that_refuse_connections_are_passed_over_without_being_tries(tmp_path: Path) -> None:
+    """Half of a fleet dies at once, and nobody has been told yet: each request may meet several of the dead."""
+    async with contextlib.AsyncExitStack() as stack:
+        fleet = [await stack.enter_async_context(stub(says("hi"))) for _ in range(5)]
+        running = await stack.enter_async_context(gateway(tmp_path, *fleet))
+        for replica in fleet[:4]:
+            await replica.stop()
+        answers = await asyncio.gather(*[running.chat(f"request {number}") for number in range(20)])
+
+        assert [answer.status_code for answer in answers] == [200] * 20
+        assert len(fleet[4].seen) == 20
 
 
 async def test_a_fleet_that_fails_is_not_sent_everything_twice(tmp_path: Path) -> None:
