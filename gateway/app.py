@@ -177,7 +177,7 @@ class _Explainer:
         request = parse_request(_endpoint_of(body), body, open_access=True)
         pool = self.router.pool(request.model)
         if pool is None:
-            raise unroutable(Unroutable("model_not_found"), request.model)
+            raise unroutable(self.router.unserved(), request.model)
         prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or self.default_group))
         decision = self.router.route(prompt.query(request), time.monotonic(), self.draw())
         if isinstance(decision, Unroutable):

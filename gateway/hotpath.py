@@ -22,7 +22,7 @@ from gateway.limits import Refused, RequestLimiter
 from gateway.openai import ApiError, Endpoint, GenerationRequest, parse_request
 from gateway.prepare import Preparer
 from gateway.sse import error_event
-from router import Pool, Router, Unroutable
+from router import Pool, Router
 
 __all__ = ["ENDPOINTS", "PUBLIC_GROUP", "Access", "HotPath", "authenticate"]
 
@@ -140,7 +140,7 @@ class HotPath:
     def _pool(self, request: GenerationRequest) -> Pool:
         pool = self._router.pool(request.model)
         if pool is None:
-            raise unroutable(Unroutable("model_not_found"), request.model)
+            raise unroutable(self._router.unserved(), request.model)
         return pool
 
 

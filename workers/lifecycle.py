@@ -13,7 +13,7 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import uvicorn
@@ -49,6 +49,10 @@ class ServedApp(Protocol):
 
     def close_streams(self) -> None:
         """End the event streams, which would never end by themselves."""
+        ...
+
+    def when_gateway_leaves(self, call: Callable[[], None]) -> None:
+        """`call` whenever somebody stops following the events."""
         ...
 
 
@@ -118,6 +122,7 @@ async def serve(
         )
     )
     serving = asyncio.create_task(server.serve([sock]))
+    app.when_gateway_leaves(lambda: _beat_all(registrations))
     try:
         async with registered(registrations):
             died = await _wait_for_the_end(serving, engine, stop)
@@ -130,6 +135,12 @@ async def serve(
         await engine.stop()
         await serving
     return not died
+
+
+def _beat_all(registrations: Sequence[Registration]) -> None:
+    """A gateway that restarts forgets its replicas: until each has registered again, it serves nobody."""
+    for registration in registrations:
+        registration.beat_soon()
 
 
 async def _wait_for_the_end(serving: asyncio.Task[None], engine: EngineClient, stop: asyncio.Event) -> bool:

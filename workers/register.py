@@ -8,11 +8,11 @@ the log says when a state changes, never that it is still the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,7 +39,8 @@ class Pace:
     beat_s: float = 5.0
     """At most; a short lease asks for more."""
     retry_min_s: float = 0.5
-    retry_max_s: float = 5.0
+    retry_max_s: float = 1.0
+    """A gateway that restarts serves nobody until its replicas are back, and a call in vain costs nothing."""
 
 
 _BEATS_PER_LEASE: Final = 3
@@ -74,6 +75,11 @@ class Registration:
         self._fault: _Fault | None = None
         self._is_registered = False
         self._lease_s = math.inf
+        self._due = asyncio.Event()
+
+    def beat_soon(self) -> None:
+        """Without waiting for the next beat: the gateway may have restarted."""
+        self._due.set()
 
     async def run(self, http: httpx.AsyncClient) -> None:
         """Never returns: register until it works, then beat until told to register again."""
@@ -81,11 +87,17 @@ class Registration:
         while True:
             if await (self._send_beat(http) if self._is_registered else self._register(http)):
                 retry_s = self._pace.retry_min_s
-                await asyncio.sleep(min(self._pace.beat_s, self._lease_s / _BEATS_PER_LEASE))
+                await self._wait_for_beat()
             else:
                 # Jitter, so that the replicas of a gateway that comes back do not arrive as one.
                 await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311
                 retry_s = min(retry_s * 2, self._pace.retry_max_s)
+
+    async def _wait_for_beat(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(self._pace.beat_s, self._lease_s / _BEATS_PER_LEASE)):
+                await self._due.wait()
+        self._due.clear()
 
     async def leave(self, http: httpx.AsyncClient) -> None:
         """Best effort: the lease ends the registration in any case."""
@@ -132,7 +144,7 @@ class Registration:
         self._fault = fault
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def registered(registrations: Sequence[Registration]) -> AsyncIterator[None]:
     """Registers at all gateways in the background while the block runs; leaves them when it ends."""
     # Without the environment's proxies: a gateway is a neighbour.

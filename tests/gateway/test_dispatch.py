@@ -123,6 +123,14 @@ async def test_who_has_tried_in_vain_asks_the_client_not_to(tmp_path: Path) -> N
         assert "x-should-retry" not in busy.headers
 
 
+async def test_a_gateway_that_knows_no_replica_yet_asks_its_clients_to_come_back(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running:
+        answer = await running.chat()
+
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert float(answer.headers["retry-after"]) >= 1
+
+
 async def test_replicas_that_refuse_connections_are_passed_over_without_being_tries(tmp_path: Path) -> None:
     """Half of a fleet dies at once, and nobody has been told yet: each request may meet several of the dead."""
     async with contextlib.AsyncExitStack() as stack:

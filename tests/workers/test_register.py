@@ -81,6 +81,16 @@ async def test_a_short_lease_is_renewed_before_it_ends(gateway: Gateway, url: st
         await eventually(lambda: bool(gateway.beats))
 
 
+async def test_a_gateway_that_restarted_is_told_without_waiting_for_the_next_beat(gateway: Gateway, url: str) -> None:
+    ours = registration(url, Pace(beat_s=60))
+    async with registered([ours]):
+        await eventually(lambda: gateway.known)
+        gateway.known = False
+        ours.beat_soon()
+
+        await eventually(lambda: gateway.known)
+
+
 @pytest.mark.parametrize("lease", [{"lease_s": 0}, {"lease_s": -1}, {"lease_s": "soon"}, {}])
 async def test_a_lease_that_makes_no_sense_changes_nothing(
     gateway: Gateway, url: str, lease: dict[str, object]
