@@ -38,7 +38,8 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 class Carrier(Protocol):
     """The connection, as long as the request is the one that may write to it."""
 
-    write_paused: bool
+    @property
+    def write_paused(self) -> bool: ...
 
     def write(self, data: bytes) -> None: ...
 

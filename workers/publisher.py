@@ -80,8 +80,7 @@ class Publisher:
         """Every step of the engine passes here."""
         if self.closed:
             return
-        batch = self._log.append(report, time.time())
-        if batch is not None:
+        for batch in self._log.append(report, time.time()):
             self._broadcast(batch)
         self._throttle.note(report)
         self._send_load_when_due()

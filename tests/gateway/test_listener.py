@@ -444,10 +444,11 @@ async def test_a_client_that_takes_nothing_of_a_short_rest_is_cut_too() -> None:
             client.setblocking(False)
             body = b"x" * 30_000
             request = b"POST /ok HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            sent = 0
             while not server.unsent_bytes:
-                answered = len(server.app.bodies)
                 await asyncio.get_running_loop().sock_sendall(client, request)
-                await eventually(lambda seen=answered: len(server.app.bodies) > seen)
+                sent += 1
+                await eventually(lambda: len(server.app.bodies) == sent)
                 await asyncio.sleep(0)
 
             await eventually(lambda: not server.listener.num_connections)
