@@ -35,7 +35,7 @@ from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.http1 import Http1Upstream
 from gateway.keys import KeyKind, KeyStore
 from gateway.limits import RequestLimiter
-from gateway.listener import Listener
+from gateway.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
@@ -190,7 +190,7 @@ class _Explainer:
         request = parse_request(_endpoint_of(body), body, open_access=True)
         pool = self.router.pool(request.model)
         if pool is None:
-            raise unroutable(Unroutable("model_not_found"), request.model)
+            raise unroutable(self.router.unserved(), request.model)
         prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or self.default_group))
         decision = self.router.route(prompt.query(request), time.monotonic(), self.draw())
         if isinstance(decision, Unroutable):
@@ -219,6 +219,7 @@ def _unready(router: Router) -> str | None:
 
 async def run_gateway(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM. Raises OSError for a port in use."""
+    raise_descriptor_limit()
     with (
         _listen(settings.server.host, settings.server.port) as public_socket,
         _listen(settings.admin.host, settings.admin.port) as admin_socket,
@@ -228,7 +229,7 @@ async def run_gateway(settings: Settings) -> None:
         grace_s = settings.server.grace_s
         servers = [
             _server(gateway.public, Listener(settings.server.limits), grace_s),
-            _server(gateway.admin, Listener(), grace_s),
+            _server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), grace_s),
         ]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

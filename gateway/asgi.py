@@ -145,7 +145,6 @@ class Reply:
         """Whether its last byte was handed to the server."""
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
-        self.status = status
         await self._send(
             {
                 "type": "http.response.start",
@@ -153,6 +152,7 @@ class Reply:
                 "headers": [*headers, *self.headers, (b"x-request-id", self.request_id.encode())],
             }
         )
+        self.status = status  # not before: a start that is cancelled while it waits for a slow client has not begun
 
     async def chunk(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})

@@ -61,7 +61,7 @@ class ListenerLimits:
     max_pipelined: int = 8
     """Requests that may wait for the one before them."""
     max_connections: int | None = None
-    """None: four fifths of the process's file descriptors, so that replicas, health checks and logs get theirs."""
+    """None: a share of the process's file descriptors (`gateway.listener`)."""
 
 
 class Hub(Protocol):
@@ -94,7 +94,6 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, hub: Hub, app: ASGIApp, server_state: ServerState) -> None:
         self.loop = asyncio.get_running_loop()
-        self.write_paused = False
         self._hub = hub
         self._limits = hub.limits
         self._app = app
@@ -118,9 +117,11 @@ class Connection(asyncio.Protocol):
         self._stage = _Stage.HEAD
         self._since = self.loop.time()
         self._read_paused = False
-        self._drained: asyncio.Future[None] | None = None
-        self._stalled_since = 0.0
-        self._stalled_bytes = 0
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._written_bytes = 0
+        self._taken_bytes = 0
+        self._taken_at = self._since
 
     # --- called by the event loop
 
@@ -154,21 +155,17 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._hub.closed(self)
         self._server_state.connections.discard(self)
-        self.resume_writing()
+        self._writable.set()
         for cycle in (self._current, *self._pipelined):
             if cycle is not None:
                 cycle.disconnect()
         self._pipelined.clear()
 
     def pause_writing(self) -> None:
-        self.write_paused = True
-        self._stalled_since = self.loop.time()
-        self._stalled_bytes = self._transport.get_write_buffer_size()
+        self._writable.clear()
 
     def resume_writing(self) -> None:
-        self.write_paused = False
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
+        self._writable.set()
 
     # --- called by uvicorn
 
@@ -186,8 +183,9 @@ class Connection(asyncio.Protocol):
         """End what has lasted too long."""
         limits = self._limits
         waited_s = now - self._since
-        if self.write_paused:
-            self._check_stall(now)
+        if self._is_stalled(now):
+            self._hub.refused["write_stalled"] += 1
+            self._transport.abort()
         elif self._stage is _Stage.HEAD and waited_s > limits.head_s:
             if not self._head.complete:
                 self._refuse(ApiError(408, "request_timeout", "The request's headers did not arrive in time."))
@@ -201,13 +199,13 @@ class Connection(asyncio.Protocol):
         elif self._stage is _Stage.LINGER and waited_s > _LINGER_S:
             self._transport.abort()
 
-    def _check_stall(self, now: float) -> None:
-        size = self._transport.get_write_buffer_size()
-        if size < self._stalled_bytes:
-            self._stalled_since, self._stalled_bytes = now, size
-        elif now - self._stalled_since > self._limits.write_stall_s:
-            self._hub.refused["write_stalled"] += 1
-            self._transport.abort()
+    def _is_stalled(self, now: float) -> bool:
+        """Also of a connection that is closing: it does so only when the client has taken what was written."""
+        unsent = self._transport.get_write_buffer_size()
+        taken = self._written_bytes - unsent
+        if not unsent or taken > self._taken_bytes:
+            self._taken_bytes, self._taken_at = taken, now
+        return now - self._taken_at > self._limits.write_stall_s
 
     # --- the parser
 
@@ -226,7 +224,8 @@ class Connection(asyncio.Protocol):
             try:
                 self._parser.feed_data(data)
             except HttpParserUpgrade as upgrade:  # the parser stops where another protocol would begin; we speak none
-                data = self._head.without_upgrade(self._parser.get_method()) + data[upgrade.args[0] :]
+                again = self._head.without_upgrade(self._parser.get_method(), self._parser.get_http_version())
+                data = again + data[upgrade.args[0] :]
                 self._parser = HttpRequestParser(self)
                 self._upgrading = False
             else:
@@ -237,6 +236,7 @@ class Connection(asyncio.Protocol):
             raise _invalid_http()
 
     def on_message_begin(self) -> None:
+        self._raw_bytes = 0
         if len(self._pipelined) >= self._limits.max_pipelined:
             raise ApiError(400, "too_many_pipelined", "Too many requests wait for the one before them.")
         self._head = RequestHead()
@@ -283,6 +283,7 @@ class Connection(asyncio.Protocol):
         if cycle is None:
             return
         self._body_bytes += len(data)
+        self._raw_bytes = 0
         cycle.feed_body(data)
         if cycle.waiting_bytes > HIGH_WATER_BYTES and not self._read_paused:
             self._read_paused = True
@@ -309,6 +310,7 @@ class Connection(asyncio.Protocol):
         cycle, self._current = self._current, None
         assert cycle is not None
         self._server_state.total_requests += 1
+        self.resume_reading()  # the app may have answered without taking a body that is here
         if not cycle.keep_alive:
             self._close_after_answer(whole_request=cycle.body_ended)
         elif self._pipelined:
@@ -356,16 +358,17 @@ class Connection(asyncio.Protocol):
 
     # --- called by the cycle
 
+    @property
+    def write_paused(self) -> bool:
+        return not self._writable.is_set()
+
     def write(self, data: bytes) -> None:
+        self._written_bytes += len(data)
         self._transport.write(data)
 
     async def drain(self) -> None:
-        if self.write_paused and not self._transport.is_closing():
-            self._drained = self._drained or self.loop.create_future()
-            try:
-                await self._drained
-            finally:
-                self._drained = None
+        if not self._transport.is_closing():
+            await self._writable.wait()
 
     def resume_reading(self) -> None:
         if self._read_paused:

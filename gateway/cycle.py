@@ -38,7 +38,8 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 class Carrier(Protocol):
     """The connection, as long as the request is the one that may write to it."""
 
-    write_paused: bool
+    @property
+    def write_paused(self) -> bool: ...
 
     def write(self, data: bytes) -> None: ...
 
@@ -86,7 +87,7 @@ class Cycle:
         # The request.
         self._body: list[bytes] = []
         self.waiting_bytes = 0
-        """Of the body, that the app has not taken."""
+        """Of the body, that the app has not taken. Counted, since a body may come in chunks of one byte."""
         self._body_ended = False
         self._body_taken = False
         self._waiter: asyncio.Future[None] | None = None
@@ -152,6 +153,10 @@ class Cycle:
             await self.send({"type": "http.response.start", "status": 500, "headers": [_JSON]})
             await self.send({"type": "http.response.body", "body": error.body()})
 
+    def _drop_body(self) -> None:
+        self._body.clear()
+        self.waiting_bytes = 0
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -171,8 +176,7 @@ class Cycle:
         while not (self.gone or self._answered):
             if self._body or (self._body_ended and not self._body_taken):
                 body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-                self._body.clear()
-                self.waiting_bytes = 0
+                self._drop_body()
                 self._body_taken = self._body_ended
                 self._carrier.resume_reading()
                 return {"type": "http.request", "body": body, "more_body": not self._body_ended}
@@ -235,7 +239,7 @@ class Cycle:
             self._carrier.write(head + data)
         if not more:
             self._answered = True
-            self._body.clear()
+            self._drop_body()
             self._wake()
             self._carrier.finished()
 

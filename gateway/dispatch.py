@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,6 +29,7 @@ from gateway.response_events import ResponseRelay
 from gateway.retries import Fingerprint, Quarantine, RetryBudget, fingerprint
 from gateway.sse import EventRelay, SseRelay
 from gateway.upstream import (
+    ConnectRefused,
     Origin,
     Timeouts,
     Upstream,
@@ -102,9 +104,10 @@ class Record:
 class _TryElsewhere(Exception):
     """This replica did not answer; `error` is what the client gets if no other one does."""
 
-    def __init__(self, error: ApiError, *, was_lost: bool = False) -> None:
-        """`was_lost`: its connection broke while it had the request."""
+    def __init__(self, error: ApiError, *, was_sent: bool = True, was_lost: bool = False) -> None:
+        """`was_sent`: it may have had work with the request. `was_lost`: its connection broke while it had the request."""
         self.error = error
+        self.was_sent = was_sent
         self.was_lost = was_lost
 
 
@@ -118,13 +121,25 @@ class _Held:
         self.outcome = Outcome.CANCELLED
         self.usage: Usage | None = None
 
+    @property
+    def replica_id(self) -> str:
+        return self._reservation.replica_id
+
+    @property
+    def begun_at(self) -> float:
+        return self._reservation.begun_at
+
     def answered(self) -> None:
         self._router.answered(self._reservation, self._clock())
 
     def failed(self, error: Exception) -> _TryElsewhere:
         """The replica's fault, before its answer began."""
         self.outcome = Outcome.FAILED
-        return _TryElsewhere(upstream_error(error), was_lost=isinstance(error, UpstreamClosed))
+        return _TryElsewhere(
+            upstream_error(error),
+            was_sent=not isinstance(error, ConnectRefused),
+            was_lost=isinstance(error, UpstreamClosed),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -212,32 +227,37 @@ class Dispatcher:
                 patience.end()
 
     async def _try_in_turn(self, job: Job, reply: Reply, record: Record, patience: _Patience | None) -> None:
+        """A replica that refuses connections is passed over: trying the next one multiplies nobody's load."""
         tried: frozenset[str] = frozenset()
         error: ApiError | None = None
-        for number in range(_MAX_TRIES):
+        sent = 0
+        while sent < _MAX_TRIES:
             decision = self._decide(job, tried)
             if isinstance(decision, Unroutable):
                 error = error or unroutable(decision, job.request.model)
                 break
-            if number and not self._budget.try_begin():
+            is_retry = sent > 0
+            if is_retry and not self._budget.try_begin():
                 break
             record.decision = decision
             record.tries += 1
+            begun_at = self._clock()
             try:
                 await self._try(job, decision, reply, record, patience)
             except _TryElsewhere as failure:
                 error = failure.error
                 tried |= {decision.replica_id}
+                sent += failure.was_sent
                 self._on_failed_try(job.request.model, error.code)
-                if failure.was_lost and self._quarantine.crashed(job.fingerprint, self._clock()):
+                if failure.was_lost and self._crashed(job, decision.replica_id, begun_at):
                     raise quarantined(500) from failure
             else:
                 return
             finally:
-                if number:
+                if is_retry:
                     self._budget.end()
         assert error is not None
-        if record.tries and error.status >= 500:
+        if sent and error.status >= 500:
             error.should_retry = False  # a client that comes back at once would multiply what we have tried in vain
         raise error
 
@@ -334,7 +354,7 @@ class Dispatcher:
         if job.request.subpath:
             return None
         self._remember(response.id, job, record)
-        return response.usage.in_completions_words() if response.usage is not None else None
+        return response.usage
 
     def _remember(self, response_id: str, job: Job, record: Record) -> None:
         """Where a response was made, and where the one that it followed must have been known."""
@@ -372,7 +392,7 @@ class Dispatcher:
         except UpstreamError as error:
             complete = False
             if isinstance(error, UpstreamClosed):
-                self._quarantine.crashed(job.fingerprint, self._clock())
+                self._crashed(job, held.replica_id, held.begun_at)
         else:
             complete = relay.done
         if not complete:
@@ -384,6 +404,9 @@ class Dispatcher:
         await reply.end()
         self._settle(relay.usage if not job.request.subpath else None, held, record)
         await _read_to_end(response)
+
+    def _crashed(self, job: Job, replica_id: str, begun_at: float) -> bool:
+        return self._quarantine.crashed(job.fingerprint, replica_id, begun_at, self._clock())
 
     def _settle(self, usage: Usage | None, held: _Held, record: Record) -> None:
         held.outcome = Outcome.OK
@@ -429,9 +452,10 @@ def _retry_after(headers: Mapping[bytes, bytes]) -> float | None:
     if value is None:
         return None
     try:
-        return max(float(value), 0.0)
+        seconds = float(value)
     except ValueError:
         return 1.0
+    return 1.0 if math.isnan(seconds) else max(seconds, 0.0)
 
 
 def _answer_headers(job: Job, record: Record, elapsed_s: float) -> list[Header]:

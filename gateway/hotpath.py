@@ -28,7 +28,7 @@ from gateway.response_events import response_error_event
 from gateway.sse import error_event
 from gateway.stored import StoredCall, parse_stored_call
 from gateway.tokenizing import Tokenizing
-from router import Pool, Router, UnknownReplica, Unroutable
+from router import Pool, Router, UnknownReplica
 
 __all__ = ["PUBLIC_GROUP", "Access", "HotPath", "authenticate"]
 
@@ -211,7 +211,7 @@ class HotPath:
     def _pool(self, request: GenerationRequest) -> Pool:
         pool = self._router.pool(request.model)
         if pool is None:
-            raise unroutable(Unroutable("model_not_found"), request.model)
+            raise unroutable(self._router.unserved(), request.model)
         if pool.key_space == "tokens" and request.endpoint in _OWN_WORKERS_LACK:
             raise unsupported(request)
         return pool

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Final, cast
 
 from gateway.exchange import Exchange
-from gateway.upstream import ConnectFailed, Origin, UpstreamClosed, UpstreamError, UpstreamRequest
+from gateway.upstream import ConnectFailed, ConnectRefused, Origin, UpstreamClosed, UpstreamError, UpstreamRequest
 
 __all__ = ["Http1Upstream"]
 
@@ -93,6 +93,8 @@ class Http1Upstream:
                 )
         except TimeoutError as error:
             raise ConnectFailed(f"no connection to {where} within {connect_s} s") from error
+        except ConnectionRefusedError as error:
+            raise ConnectRefused(f"no connection to {where}: {error}") from error
         except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
             raise ConnectFailed(f"no connection to {where}: {error}") from error
         if self._closed or connection.is_closing():

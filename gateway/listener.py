@@ -7,6 +7,7 @@ own protocols have no limit on headers, no time-out while a request arrives and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 from collections import Counter
 from typing import Any, Final, cast
@@ -17,7 +18,12 @@ from uvicorn.server import ServerState
 
 from gateway.connection import Connection, ListenerLimits
 
-__all__ = ["Listener"]
+__all__ = ["ADMIN_SHARE", "CLIENTS_SHARE", "Listener", "raise_descriptor_limit"]
+
+CLIENTS_SHARE: Final = 0.4
+"""A client's connection may need another one to a replica, so this is four fifths of the descriptors. One that a replica could
+not be given would look like that replica's failure."""
+ADMIN_SHARE: Final = 0.1
 
 _SWEEP_S: Final = 0.5
 """How late a deadline may be noticed. One timer for all connections, so that a request sets none."""
@@ -26,9 +32,10 @@ _SWEEP_S: Final = 0.5
 class Listener:
     """What the connections of one listening socket share."""
 
-    def __init__(self, limits: ListenerLimits | None = None) -> None:
+    def __init__(self, limits: ListenerLimits | None = None, *, descriptor_share: float = CLIENTS_SHARE) -> None:
+        """`descriptor_share`: of the process's file descriptors, where `limits` gives no number of connections."""
         self.limits = limits or ListenerLimits()
-        self.max_connections = _max_connections(self.limits)
+        self.max_connections = self.limits.max_connections or int(_descriptors() * descriptor_share)
         self.refused: Counter[str] = Counter()
         """Requests and connections that were refused or cut here, by code."""
         self._open: set[Connection] = set()
@@ -65,8 +72,13 @@ class Listener:
         self._sweeper = loop.call_later(_SWEEP_S, self._sweep, loop) if self._open else None
 
 
-def _max_connections(limits: ListenerLimits) -> int:
-    if limits.max_connections is not None:
-        return limits.max_connections
+def raise_descriptor_limit() -> None:
+    """To what the process may have at most: many systems start with 1,024 of them, for programs that do not need more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS allows less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _descriptors() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft * 4 // 5 if soft != resource.RLIM_INFINITY else 1 << 20
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20

@@ -7,7 +7,7 @@ stay raw bytes and reach the replica as the client wrote them. Fields are added 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -19,11 +19,11 @@ __all__ = [
     "Endpoint",
     "GenerationRequest",
     "Response",
-    "ResponseUsage",
     "Usage",
     "parse_request",
     "parse_response",
     "parse_usage",
+    "usage_of",
 ]
 
 Endpoint = Literal[
@@ -237,13 +237,17 @@ def _without(body: bytes, name: str) -> bytes:
     return msgspec.json.encode(members)
 
 
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+"""More than any context; sums of these are exact in a metric's float for ever."""
+
+
 class _CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Tokens | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: _Tokens = 0
+    completion_tokens: _Tokens = 0
     prompt_tokens_details: _CachedTokens | None = None
 
     @property
@@ -252,26 +256,47 @@ class Usage(msgspec.Struct, frozen=True):
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
 
-class ResponseUsage(msgspec.Struct, frozen=True):
+class _ResponseUsage(msgspec.Struct, frozen=True):
     """The same in a Response's words."""
 
-    input_tokens: int = 0
-    output_tokens: int = 0
+    input_tokens: _Tokens = 0
+    output_tokens: _Tokens = 0
     input_tokens_details: _CachedTokens | None = None
 
-    def in_completions_words(self) -> Usage:
-        return Usage(self.input_tokens, self.output_tokens, self.input_tokens_details)
+
+_usage_decoder = msgspec.json.Decoder(Usage | None)
+_response_usage_decoder = msgspec.json.Decoder(_ResponseUsage)
+
+
+def usage_of(reported: msgspec.Raw) -> Usage | None:
+    """A usage object as a replica sent it; None for one that cannot be true, as when it sent none.
+
+    A good answer is not made bad by its count: servers leave parts of it null, or give fractions.
+    """
+    try:
+        return _usage_decoder.decode(reported)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
 
 
 class _Answer(msgspec.Struct):
-    usage: Usage | None = None
+    usage: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class Response(msgspec.Struct):
     """What the gateway reads of an answer of ``/v1/responses``."""
 
     id: str = ""
-    usage: ResponseUsage | None = None
+    reported: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="usage")
+
+    @property
+    def usage(self) -> Usage | None:
+        """None for one that cannot be true, as when none was sent (`usage_of`)."""
+        try:
+            usage = _response_usage_decoder.decode(self.reported)
+        except (msgspec.MsgspecError, RecursionError):
+            return None
+        return Usage(usage.input_tokens, usage.output_tokens, usage.input_tokens_details)
 
 
 _answer_decoder = msgspec.json.Decoder(_Answer)
@@ -279,8 +304,11 @@ _response_decoder = msgspec.json.Decoder(Response)
 
 
 def parse_usage(answer: bytes) -> Usage | None:
-    """Usage of a whole JSON answer. Raises `msgspec.MsgspecError` when the bytes are no JSON object."""
-    return _answer_decoder.decode(answer).usage
+    """Usage of a whole JSON answer. Raises `MsgspecError` when the bytes are no JSON object."""
+    try:
+        return usage_of(_answer_decoder.decode(answer).usage)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error
 
 
 def parse_response(answer: bytes) -> Response:

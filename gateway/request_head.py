@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from gateway.api_error import ApiError
 
-__all__ = ["RequestHead", "head_too_large"]
+__all__ = ["RequestHead"]
 
 MAX_HEAD_BYTES: Final = 32 << 10
 """Of all headers and trailers together, names and values. This and the following are above what SDKs and proxies send."""
@@ -21,7 +21,8 @@ MAX_HEADERS: Final = 100
 MAX_TARGET_BYTES: Final = 8 << 10
 
 MAX_RAW_BYTES: Final = 2 * MAX_HEAD_BYTES + MAX_TARGET_BYTES
-"""Of a head that is still open. The parser tells a header only when it is whole, and would keep any amount of it."""
+"""That come in a row and are neither a whole head nor a body: an unfinished header or trailer, of which the parser would keep
+any amount until it is whole, and extensions of chunks."""
 
 _HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
@@ -101,14 +102,14 @@ class RequestHead:
             raise ApiError(400, "invalid_http", "Transfer-Encoding is chunked, once, or absent.")
         self.is_chunked = bool(encodings)
 
-    def without_upgrade(self, method: bytes) -> bytes:
+    def without_upgrade(self, method: bytes, version: str) -> bytes:
         """The same request without its offer to speak another protocol: a server that ignores the offer answers it as it is."""
         if method == b"CONNECT":
             raise ApiError(405, "method_not_allowed", "This is no proxy.")
         closes = any(name == b"connection" and b"close" in value.lower() for name, value in self.headers)
         lines = [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] not in (b"connection", b"upgrade")]
         last = b"connection: close\r\n" if closes else b""
-        return b"%b %b HTTP/1.1\r\n%b%b\r\n" % (method, self._target, b"".join(lines), last)
+        return b"%b %b HTTP/%b\r\n%b%b\r\n" % (method, self._target, version.encode(), b"".join(lines), last)
 
 
 def _split(target: bytes) -> dict[str, Any]:

@@ -75,8 +75,8 @@ class ResponseRelay(EventRelay):
         self.events += 1
         if told.type in _ENDS:
             self.done = True
-            if told.response is not None and told.response.usage is not None:
-                self.usage = told.response.usage.in_completions_words()
+            if told.response is not None:
+                self.usage = told.response.usage or self.usage
         return True
 
     def error_event(self, message: str, *, code: str) -> bytes:

@@ -8,6 +8,7 @@ hence quarantine.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Final
 
 import xxhash
@@ -47,11 +48,21 @@ def fingerprint(tenant: str, body: bytes) -> Fingerprint:
     return xxhash.xxh3_128_digest(tenant.encode() + b"\0" + body)
 
 
+@dataclass(frozen=True, slots=True)
+class _Suspicion:
+    crashes: int
+    replica_id: str
+    """Lost last."""
+    at: float
+    """When."""
+
+
 class Quarantine:
     """Requests that replicas did not survive: those whose connection broke in the middle of an answer, or before it began.
 
     A restart breaks many connections, and nobody can tell which of them was to blame. So one broken connection is no reason;
-    two of the same request, on different replicas or at different times, are.
+    two of the same request, on different replicas or at different times, are. Many who ask the same may lose one replica
+    together: that is one death.
     """
 
     CRASHES: Final = 2
@@ -59,24 +70,29 @@ class Quarantine:
     MOST: Final = 4096
 
     def __init__(self) -> None:
-        self._suspects: OrderedDict[Fingerprint, tuple[int, float]] = OrderedDict()  # → (crashes, until), oldest first
+        self._suspects: OrderedDict[Fingerprint, _Suspicion] = OrderedDict()  # oldest first
 
     def __bool__(self) -> bool:
         """Whether anything is suspected: only then is a fingerprint worth its time."""
         return bool(self._suspects)
 
     def holds(self, request: Fingerprint, now: float) -> bool:
-        crashes, until = self._suspects.get(request, (0, 0.0))
-        if crashes and now >= until:
+        suspicion = self._suspects.get(request)
+        if suspicion is None:
+            return False
+        if now >= suspicion.at + self.KEPT_S:
             del self._suspects[request]
             return False
-        return crashes >= self.CRASHES
+        return suspicion.crashes >= self.CRASHES
 
-    def crashed(self, request: Fingerprint, now: float) -> bool:
-        """A replica was lost with it. Whether it is held from now on."""
+    def crashed(self, request: Fingerprint, replica_id: str, begun_at: float, now: float) -> bool:
+        """A replica was lost that it had been sent to at `begun_at`. Whether it is held from now on."""
         held_before = self.holds(request, now)
-        crashes = self._suspects.pop(request, (0, 0.0))[0] + 1
-        self._suspects[request] = crashes, now + self.KEPT_S
-        while len(self._suspects) > self.MOST or next(iter(self._suspects.values()))[1] <= now:
+        last = self._suspects.pop(request, None)
+        crashes = 0 if last is None else last.crashes
+        if last is None or last.replica_id != replica_id or begun_at > last.at:
+            crashes += 1
+        self._suspects[request] = _Suspicion(crashes, replica_id, now)
+        while len(self._suspects) > self.MOST or next(iter(self._suspects.values())).at + self.KEPT_S <= now:
             self._suspects.popitem(last=False)
         return held_before or crashes >= self.CRASHES

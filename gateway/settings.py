@@ -100,7 +100,7 @@ class ServerSettings(_Group):
     grace_s: Seconds = 30.0
     """How long running answers may go on after SIGTERM; Kubernetes kills after 30 s by default."""
     max_connections: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
-    """None: four fifths of the descriptors that the process may have."""
+    """None: two fifths of the descriptors that the process may have, since each may need another one to a replica."""
     head_s: Seconds = _LISTENER.head_s
     """How long a request's line and headers may take to arrive."""
     body_s: Seconds = _LISTENER.body_s

@@ -22,7 +22,7 @@ from typing import ClassVar, Final
 import msgspec
 
 from gateway.api_error import error_body
-from gateway.openai import Usage
+from gateway.openai import Usage, usage_of
 from gateway.upstream import ProtocolViolation, ReplicaError, UpstreamError
 
 __all__ = ["MAX_EVENT_BYTES", "EventRelay", "SseRelay", "data_of", "error_event"]
@@ -33,14 +33,17 @@ MAX_EVENT_BYTES: Final = 1 << 20
 _EVENT_END: Final = re.compile(rb"\n\r?\n")
 
 
+_NULL: Final = msgspec.Raw(b"null")
+
+
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
-    usage: Usage | None = None
-    error: msgspec.Raw = msgspec.Raw(b"null")
+    usage: msgspec.Raw = _NULL
+    error: msgspec.Raw = _NULL
 
 
 _chunk_decoder = msgspec.json.Decoder(_Chunk)
@@ -205,10 +208,11 @@ class SseRelay(EventRelay):
             self.done = True
             return True
         chunk = _decode(data)
-        if chunk.usage is not None:
-            self.usage = chunk.usage
+        has_usage = bytes(chunk.usage) != b"null"
+        if has_usage:
+            self.usage = usage_of(chunk.usage)
         if not chunk.choices:
-            return chunk.usage is None or not self._strip_usage
+            return not (has_usage and self._strip_usage)
         if any(choice.finish_reason is not None for choice in chunk.choices):
             self.finished = True
         self.events += 1

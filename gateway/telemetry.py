@@ -132,12 +132,11 @@ class Telemetry:
             model.ttft.observe(record.first_byte_s)
         if record.usage is None:
             return
-        # Counters only rise, and a replica may say anything.
-        prompt_tokens = max(record.usage.prompt_tokens, 0)
+        prompt_tokens = record.usage.prompt_tokens
         model.prompt_tokens.inc(prompt_tokens)
-        model.completion_tokens.inc(max(record.usage.completion_tokens, 0))
+        model.completion_tokens.inc(record.usage.completion_tokens)
         if (reported := record.usage.cached_tokens) is not None:
-            reported = min(max(reported, 0), prompt_tokens)
+            reported = min(reported, prompt_tokens)
             predicted = record.decision.matched_tokens
             model.predicted.inc(predicted)
             model.reported.inc(reported)

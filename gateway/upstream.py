@@ -7,6 +7,7 @@ Errors, all of which say that this replica gave no whole answer to this request:
 
     UpstreamError
     ├── ConnectFailed        no connection within connect_s; the request was not sent
+    │   └── ConnectRefused   nobody listens there, known at once
     ├── UpstreamTimeout      connected, then silent for first_byte_s or idle_s
     ├── UpstreamClosed       the connection ended before the answer did
     ├── ProtocolViolation    what came is not what was asked for, or is larger than we accept
@@ -26,6 +27,7 @@ import msgspec
 
 __all__ = [
     "ConnectFailed",
+    "ConnectRefused",
     "Origin",
     "ProtocolViolation",
     "ReplicaError",
@@ -47,6 +49,10 @@ class UpstreamError(Exception):
 
 class ConnectFailed(UpstreamError):
     """No connection: refused, unreachable, no valid certificate, or not within `Timeouts.connect_s`."""
+
+
+class ConnectRefused(ConnectFailed):
+    """Nobody listens there. It took no time to find out, and cost nobody any work."""
 
 
 class UpstreamTimeout(UpstreamError):

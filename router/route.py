@@ -170,6 +170,12 @@ class Router:
         members = self._pools.get(model) if model else None
         return None if members is None else members.record
 
+    def unserved(self) -> Unroutable:
+        """Why there is no pool for a model: nobody serves it, or nobody serves anything, as after a restart of the gateway."""
+        if self.models():
+            return Unroutable("model_not_found")
+        return Unroutable("no_replica", self._settings.retry_after_s)
+
     # -- knowledge
 
     def apply(self, replica_id: str, frame: Frame, now: float) -> Sync:
@@ -255,7 +261,7 @@ class Router:
         """Where the prompt should go. Changes nothing. `draw` in [0, 1) breaks ties."""
         members = self._pools.get(query.model) if query.model else None
         if members is None:
-            return Unroutable("model_not_found")
+            return self.unserved()
         candidates, w = self._weigh(members, query, now)
         choices = [candidate for candidate in candidates if candidate.eligible]
         all_ejected = False

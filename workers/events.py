@@ -25,6 +25,9 @@ RING_BYTES: Final = 8 << 20
 """A batch takes about 100 bytes, one of a long prompt 20 KB: many of those reach this bound first, and past it a snapshot
 is the cheaper way to catch up."""
 
+BATCH_NAMES: Final = 8192
+"""In one batch: half of what a frame may hold, and with 25 bytes each, as when no two are neighbours, below its size."""
+
 SNAPSHOT_BATCH_BYTES: Final = 64 << 10
 _NAME_BYTES: Final = 9
 _RUN_BYTES: Final = 16
@@ -75,19 +78,21 @@ class EventLog:
         self._ring_bytes = ring_bytes
         self._bytes = 0
 
-    def append(self, report: StepReport, ts: float) -> bytes | None:
-        """Take in a step; the encoded batch to publish, or None when no block changed."""
+    def append(self, report: StepReport, ts: float) -> list[bytes]:
+        """Take in a step; the encoded batches to publish: none when no block changed, several when very many did."""
         if not (report.stored or report.removed or report.cleared):
-            return None
+            return []
         if report.cleared:
             self.mirror.clear()
         self.mirror.remove(report.removed)
         self.mirror.store(report.stored)
-        self.seq += 1
-        stored = [Stored(run.parent, run.names) for run in report.stored]
-        frame = encode_frame(Batch(seq=self.seq, ts=ts, stored=stored, removed=report.removed, cleared=report.cleared))
-        self._keep(frame)
-        return frame
+        frames = []
+        for stored, removed, cleared in _parts(report):
+            self.seq += 1
+            frame = encode_frame(Batch(seq=self.seq, ts=ts, stored=stored, removed=removed, cleared=cleared))
+            self._keep(frame)
+            frames.append(frame)
+        return frames
 
     def replay(self, after: int) -> list[bytes] | None:
         """The batches with a seq above `after`; None when some of them are gone, or `after` never was."""
@@ -103,16 +108,36 @@ class EventLog:
             self._bytes -= len(self._ring.popleft())
 
 
+def _parts(report: StepReport) -> Iterator[tuple[list[Stored], list[int], bool]]:
+    """(stored, removed, cleared) of a step, small enough for a frame each: a prompt of half the cache removes as much."""
+    if sum(len(run.names) for run in report.stored) + len(report.removed) <= BATCH_NAMES:
+        yield [Stored(run.parent, run.names) for run in report.stored], report.removed, report.cleared
+        return
+    if report.cleared:
+        yield [], [], True
+    for start in range(0, len(report.removed), BATCH_NAMES):
+        yield [], report.removed[start : start + BATCH_NAMES], False
+    links = (link for run in report.stored for link in zip(run.names, [run.parent, *run.names], strict=False))
+    for stored in _runs(links, SNAPSHOT_BATCH_BYTES):
+        yield stored, [], False
+
+
 def snapshot_batches(
     links: Iterable[tuple[int, int]], seq: int, ts: float, limit_bytes: int = SNAPSHOT_BATCH_BYTES
 ) -> Iterator[Batch]:
     """`BlockMirror.links` as batches of at most `limit_bytes` each. Lazy: a caller may pause between two."""
+    for stored in _runs(links, limit_bytes):
+        yield Batch(seq=seq, ts=ts, stored=stored)
+
+
+def _runs(links: Iterable[tuple[int, int]], limit_bytes: int) -> Iterator[list[Stored]]:
+    """(name, parent) of blocks, parents first, as the runs of batches of at most `limit_bytes`."""
     runs: list[Stored] = []
     room = limit_bytes - _BATCH_BYTES
     last: int | None = None
     for name, parent in links:
         if room < _NAME_BYTES + _RUN_BYTES:
-            yield Batch(seq=seq, ts=ts, stored=runs)
+            yield runs
             runs, room, last = [], limit_bytes - _BATCH_BYTES, None
         if parent == last:
             runs[-1].names.append(name)
@@ -122,7 +147,7 @@ def snapshot_batches(
         room -= _NAME_BYTES
         last = name
     if runs:
-        yield Batch(seq=seq, ts=ts, stored=runs)
+        yield runs
 
 
 class LoadThrottle:

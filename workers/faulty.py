@@ -72,6 +72,9 @@ class FaultyReplica:
     def close_streams(self) -> None:
         self._app.close_streams()
 
+    def when_gateway_leaves(self, call: Callable[[], None]) -> None:
+        self._app.when_gateway_leaves(call)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == CONTROL_PATH:
             await self._control(scope, receive, Reply(send, new_request_id()))

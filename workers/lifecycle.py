@@ -14,7 +14,7 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import uvicorn
@@ -50,6 +50,10 @@ class ServedApp(Protocol):
 
     def close_streams(self) -> None:
         """End the event streams, which would never end by themselves."""
+        ...
+
+    def when_gateway_leaves(self, call: Callable[[], None]) -> None:
+        """`call` whenever somebody stops following the events."""
         ...
 
 
@@ -120,6 +124,7 @@ async def serve(
     )
     _spare_collections()
     serving = asyncio.create_task(server.serve([sock]))
+    app.when_gateway_leaves(lambda: _beat_all(registrations))
     try:
         async with registered(registrations):
             died = await _wait_for_the_end(serving, engine, stop)
@@ -139,6 +144,12 @@ def _spare_collections() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 1_000)
+
+
+def _beat_all(registrations: Sequence[Registration]) -> None:
+    """A gateway that restarts forgets its replicas: until each has registered again, it serves nobody."""
+    for registration in registrations:
+        registration.beat_soon()
 
 
 async def _wait_for_the_end(serving: asyncio.Task[None], engine: EngineClient, stop: asyncio.Event) -> bool:

@@ -73,13 +73,14 @@ class Publisher:
         self._listeners: set[Listener] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.closed = False
+        self.on_leave: Callable[[], None] | None = None
+        """Called when a listener has left, as a gateway does that restarts."""
 
     def report(self, report: StepReport) -> None:
         """Every step of the engine passes here."""
         if self.closed:
             return
-        batch = self._log.append(report, time.time())
-        if batch is not None:
+        for batch in self._log.append(report, time.time()):
             self._broadcast(batch)
         self._throttle.note(report)
         self._send_load_when_due()
@@ -100,6 +101,8 @@ class Publisher:
 
     def leave(self, listener: Listener) -> None:
         self._listeners.discard(listener)
+        if self.on_leave is not None and not self.closed:
+            self.on_leave()
 
     async def snapshot(self) -> AsyncIterator[bytes]:
         """The whole cache as frames, true for the seq it names, whatever the engine does meanwhile.

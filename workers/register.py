@@ -8,10 +8,11 @@ the log says when a state changes, never that it is still the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,11 +34,23 @@ GOODBYE_TIMEOUT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How often to try. Three beats fit into the lease of 15 s, so two may be lost."""
+    """How often to try."""
 
     beat_s: float = 5.0
+    """At most; a short lease asks for more."""
     retry_min_s: float = 0.5
-    retry_max_s: float = 5.0
+    retry_max_s: float = 1.0
+    """A gateway that restarts serves nobody until its replicas are back, and a call in vain costs nothing."""
+
+
+_BEATS_PER_LEASE: Final = 3
+"""So that two may be lost."""
+
+
+class _Lease(msgspec.Struct):
+    """What is read of a gateway's answer."""
+
+    lease_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,12 @@ class Registration:
         self._pace = pace
         self._fault: _Fault | None = None
         self._is_registered = False
+        self._lease_s = math.inf
+        self._due = asyncio.Event()
+
+    def beat_soon(self) -> None:
+        """Without waiting for the next beat: the gateway may have restarted."""
+        self._due.set()
 
     async def run(self, http: httpx.AsyncClient) -> None:
         """Never returns: register until it works, then beat until told to register again."""
@@ -68,11 +87,17 @@ class Registration:
         while True:
             if await (self._send_beat(http) if self._is_registered else self._register(http)):
                 retry_s = self._pace.retry_min_s
-                await asyncio.sleep(self._pace.beat_s)
+                await self._wait_for_beat()
             else:
                 # Jitter, so that the replicas of a gateway that comes back do not arrive as one.
                 await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311
                 retry_s = min(retry_s * 2, self._pace.retry_max_s)
+
+    async def _wait_for_beat(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(self._pace.beat_s, self._lease_s / _BEATS_PER_LEASE)):
+                await self._due.wait()
+        self._due.clear()
 
     async def leave(self, http: httpx.AsyncClient) -> None:
         """Best effort: the lease ends the registration in any case."""
@@ -104,7 +129,10 @@ class Registration:
             answer = await http.request(method, url, content=body, headers=self._headers)
         except _CALL_FAILED as error:
             return _Fault(_reason(error))
-        return None if answer.is_success else _Fault(answer.text[:200], answer.status_code)
+        if not answer.is_success:
+            return _Fault(answer.text[:200], answer.status_code)
+        self._lease_s = _lease_s(answer.content)
+        return None
 
     def _note(self, what: str, fault: _Fault | None) -> None:
         if fault == self._fault:
@@ -116,7 +144,7 @@ class Registration:
         self._fault = fault
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def registered(registrations: Sequence[Registration]) -> AsyncIterator[None]:
     """Registers at all gateways in the background while the block runs; leaves them when it ends."""
     # Without the environment's proxies: a gateway is a neighbour.
@@ -129,6 +157,15 @@ async def registered(registrations: Sequence[Registration]) -> AsyncIterator[Non
                 for task in tasks:
                     task.cancel()
         await asyncio.gather(*(registration.leave(http) for registration in registrations))
+
+
+def _lease_s(answer: bytes) -> float:
+    """How long the gateway keeps us without a beat; infinity when it does not say."""
+    try:
+        lease_s = msgspec.json.decode(answer, type=_Lease).lease_s
+    except (msgspec.MsgspecError, RecursionError):
+        return math.inf
+    return lease_s if lease_s > 0 else math.inf
 
 
 def _reason(error: Exception) -> str:

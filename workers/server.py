@@ -129,6 +129,10 @@ class ReplicaApp:
         """End the event streams, which would never end by themselves: the replica is about to stop."""
         self._publisher.close()
 
+    def when_gateway_leaves(self, call: Callable[[], None]) -> None:
+        """`call` whenever somebody stops following the events."""
+        self._publisher.on_leave = call
+
     def _take_report(self, report: StepReport) -> None:
         self._metrics.last_report = report
         self._publisher.report(report)

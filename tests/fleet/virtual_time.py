@@ -151,8 +151,7 @@ class VirtualFleet:
 
     def _publish(self, number: int, report: StepReport, now: float) -> None:
         replica = self._replicas[number]
-        batch = replica.log.append(report, now)
-        for frame in self._decoder.feed(batch or b""):
+        for frame in self._decoder.feed(b"".join(replica.log.append(report, now))):
             self._router.apply(_name(number), frame, now)
         replica.loads.note(report)
         self._on_load(number, now, planned=False)

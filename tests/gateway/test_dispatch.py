@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ from tests.gateway.stub import (
     USAGE,
     Answer,
     Running,
+    StubReplica,
     chunked,
     dies,
     event,
@@ -24,6 +26,7 @@ from tests.gateway.stub import (
     stub,
     writes,
 )
+from tests.serving import eventually
 
 ANSWER = (event("Hel"), event("lo"), event("", "stop"), USAGE, DONE)
 
@@ -68,10 +71,11 @@ async def test_the_decision_is_shown_to_debug_keys_only(tmp_path: Path) -> None:
         writes(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n", close=True),
         writes(STREAM_HEAD, b"0\r\n\r\n"),
         writes(response(200, b"<html>no</html>")),
+        writes(response(200, b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}")),
         writes(response(500, b'{"error":{"message":"secret inner text"}}')),
         writes(b"garbage\r\n\r\n", close=True),
     ],
-    ids=["dies", "dies in its headers", "empty stream", "html", "500", "garbage"],
+    ids=["dies", "dies in its headers", "empty stream", "html", "nested deeply", "500", "garbage"],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_replica_that_fails_before_its_first_byte_costs_the_client_nothing(
@@ -119,6 +123,27 @@ async def test_who_has_tried_in_vain_asks_the_client_not_to(tmp_path: Path) -> N
         assert "x-should-retry" not in busy.headers
 
 
+async def test_a_gateway_that_knows_no_replica_yet_asks_its_clients_to_come_back(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running:
+        answer = await running.chat()
+
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert float(answer.headers["retry-after"]) >= 1
+
+
+async def test_replicas_that_refuse_connections_are_passed_over_without_being_tries(tmp_path: Path) -> None:
+    """Half of a fleet dies at once, and nobody has been told yet: each request may meet several of the dead."""
+    async with contextlib.AsyncExitStack() as stack:
+        fleet = [await stack.enter_async_context(stub(says("hi"))) for _ in range(5)]
+        running = await stack.enter_async_context(gateway(tmp_path, *fleet))
+        for replica in fleet[:4]:
+            await replica.stop()
+        answers = await asyncio.gather(*[running.chat(f"request {number}") for number in range(20)])
+
+        assert [answer.status_code for answer in answers] == [200] * 20
+        assert len(fleet[4].seen) == 20
+
+
 async def test_a_fleet_that_fails_is_not_sent_everything_twice(tmp_path: Path) -> None:
     async def fails_late(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.1)
@@ -148,6 +173,23 @@ async def test_a_request_that_two_replicas_did_not_survive_is_not_tried_again(tm
         assert first.headers["x-should-retry"] == "false"
         assert other.status_code == others.status_code == 200
         assert tried == 2
+
+
+async def test_many_who_ask_the_same_of_a_replica_that_dies_get_their_answer_elsewhere(tmp_path: Path) -> None:
+    async with stub(hangs) as one, stub(says("hi")) as two, gateway(tmp_path, one, two) as running:
+        await cordon(running, two, True)
+        asking = [asyncio.create_task(running.chat("the same")) for _ in range(3)]
+        await eventually(lambda: len(one.seen) == 3)
+        await cordon(running, two, False)
+        await one.stop()
+
+        assert [(await answer).status_code for answer in asking] == [200] * 3
+        assert (await running.chat("the same")).status_code == 200
+
+
+async def cordon(running: Running, replica: StubReplica, cordoned: bool) -> None:
+    name = f"127-0-0-1-{replica.port}"
+    (await running.admin.patch(f"/admin/v1/replicas/{name}", json={"cordoned": cordoned})).raise_for_status()
 
 
 async def test_a_replica_lost_in_the_middle_of_a_stream_counts_too(tmp_path: Path) -> None:
@@ -261,6 +303,16 @@ async def test_busy_replicas_are_left_alone_and_all_busy_is_a_429(tmp_path: Path
         assert first.json()["error"]["code"] == "capacity"
         assert 1 <= float(second.headers["retry-after"]) <= 7
         assert len(one.seen) == len(two.seen) == 1, "the second request asked nobody"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "", "Fri, 31 Dec 1999 23:59:59 GMT"])
+async def test_whatever_a_busy_replica_calls_a_time_the_client_is_told_one(tmp_path: Path, value: str) -> None:
+    busy = writes(response(429, b"{}", f"retry-after: {value}"))
+    async with stub(busy) as replica, gateway(tmp_path, replica) as running:
+        answer = await running.chat()
+
+        assert answer.status_code == 429
+        assert 1 <= float(answer.headers["retry-after"]) <= 60
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_and_without_done(tmp_path: Path) -> None:

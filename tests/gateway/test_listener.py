@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -89,6 +90,11 @@ class Server:
         self.app = app
         self.listener = listener
         self.port = port
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Of all answers, what no socket has taken."""
+        return sum(connection._transport.get_write_buffer_size() for connection in self.listener._open)
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
@@ -262,6 +268,13 @@ async def test_a_request_needs_no_host_in_http_1_0() -> None:
         assert (await server.say(b"GET /ok HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\n/ok:<closed>")
 
 
+async def test_an_offer_of_another_protocol_in_http_1_0_ends_with_the_connection_too() -> None:
+    async with listening() as server:
+        answer = await server.say(b"GET /ok HTTP/1.0\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n")
+
+    assert answer.endswith(b"\r\n\r\n/ok:<closed>")
+
+
 async def test_a_stream_for_http_1_0_ends_with_the_connection() -> None:
     async with listening() as server, server.connected() as (reader, writer):
         writer.write(b"GET /broken HTTP/1.0\r\n\r\n")
@@ -341,6 +354,42 @@ async def test_an_answer_before_the_body_is_read_reaches_its_client_and_ends_the
 
     assert answer.startswith(b"HTTP/1.1 401")
     assert b"connection: close" in answer
+
+
+async def test_a_long_body_that_the_app_leaves_unread_does_not_hold_up_the_next_request() -> None:
+    """As when a request over its limit is refused by its head, and its client tries again on the same connection."""
+    async with listening() as server, server.connected() as (reader, writer):
+        for _ in range(2):
+            writer.write(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100000)
+            answer = await asyncio.wait_for(reader.readuntil(b"no"), 5)
+            if b"connection: close" in answer:  # the body did not come in one piece
+                return
+        writer.write(GET)
+
+        assert await asyncio.wait_for(reader.readuntil(b"/ok:"), 5)
+
+
+async def test_a_body_in_many_chunks_costs_no_more_than_its_bytes() -> None:
+    """Counting what waits anew for each chunk took 17 s for such a one, in which nobody else was answered."""
+    async with listening() as server, server.connected() as (reader, writer):
+        began = time.process_time()
+        writer.write(b"POST /ok HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"10\r\n0123456789abcdef\r\n" * 50_000 + b"0\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b"/ok:"), 30)
+
+        assert server.app.bodies == [b"0123456789abcdef" * 50_000]
+        assert time.process_time() - began < 1.5
+
+
+@pytest.mark.parametrize("endless", [b"0\r\nA: ", b"0\r\nA", b"1;a="])
+async def test_trailers_and_chunk_extensions_end(endless: bytes) -> None:
+    async with listening() as server, server.connected() as (reader, writer):
+        writer.write(b"POST /ok HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + endless)
+        for _ in range(20):
+            writer.write(b"a" * 65536)
+            await asyncio.sleep(0)
+
+        assert_refused(await _all(reader), 400, "invalid_http")
 
 
 async def test_a_body_the_app_does_not_read_leaves_the_socket_unread() -> None:
@@ -426,6 +475,28 @@ async def test_a_client_that_takes_nothing_is_cut_and_one_that_is_slow_is_not() 
             assert not server.app.gone.is_set()
             assert server.listener.refused["write_stalled"] == 1
         await asyncio.wait_for(server.app.gone.wait(), 5)
+
+
+async def test_a_client_that_takes_nothing_of_a_short_rest_is_cut_too() -> None:
+    """Too little to pause the app, but a connection closes only when all of it is taken."""
+    async with listening(keep_alive_s=0.3, write_stall_s=0.7) as server:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with client:
+            client.connect(("127.0.0.1", server.port))
+            client.setblocking(False)
+            body = b"x" * 30_000
+            request = b"POST /ok HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            sent = 0
+            while not server.unsent_bytes:
+                await asyncio.get_running_loop().sock_sendall(client, request)
+                sent += 1
+                await eventually(lambda: len(server.app.bodies) == sent)  # noqa: B023 - waited for here
+                await asyncio.sleep(0)
+
+            await eventually(lambda: not server.listener.num_connections)
+
+    assert server.listener.refused["write_stalled"] == 1
 
 
 async def test_connections_beyond_the_cap_are_told_so() -> None:

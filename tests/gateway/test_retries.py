@@ -27,29 +27,36 @@ def test_one_lost_replica_is_no_reason_and_two_are() -> None:
     quarantine = Quarantine()
     assert not quarantine
 
-    assert not quarantine.crashed(A, 0.0)
+    assert not quarantine.crashed(A, "r0", 0.0, 0.0)
     assert not quarantine.holds(A, 1.0)
-    assert quarantine.crashed(A, 1.0)
+    assert quarantine.crashed(A, "r1", 0.1, 0.1)
     assert quarantine.holds(A, 2.0)
     assert not quarantine.holds(B, 2.0)
 
 
+def test_one_replica_that_many_lose_together_dies_once_and_again_when_it_was_back() -> None:
+    quarantine = Quarantine()
+
+    assert not any(quarantine.crashed(A, "r0", number * 0.01, 1 + number * 0.01) for number in range(50))
+    assert quarantine.crashed(A, "r0", 1.6, 1.7)
+
+
 def test_suspicion_ends() -> None:
     quarantine = Quarantine()
-    quarantine.crashed(A, 0.0)
-    quarantine.crashed(A, 1.0)
+    quarantine.crashed(A, "r0", 0.0, 0.0)
+    quarantine.crashed(A, "r1", 1.0, 1.0)
 
     assert quarantine.holds(A, 600.0)
     assert not quarantine.holds(A, 602.0)
-    assert not quarantine.crashed(A, 602.0)
-    quarantine.crashed(B, 1300.0)
+    assert not quarantine.crashed(A, "r0", 602.0, 602.0)
+    quarantine.crashed(B, "r0", 1300.0, 1300.0)
     assert not quarantine.holds(A, 1300.0)
 
 
 def test_it_remembers_a_bounded_number() -> None:
     quarantine = Quarantine()
     for number in range(2 * Quarantine.MOST):
-        quarantine.crashed(fingerprint("t", b"%d" % number), 0.0)
+        quarantine.crashed(fingerprint("t", b"%d" % number), "r0", 0.0, 0.0)
 
     assert len(quarantine._suspects) == Quarantine.MOST
 

@@ -254,6 +254,20 @@ def test_only_whole_events_come_out() -> None:
     assert relay.feed(PLAIN[10:]) == PLAIN
 
 
+@pytest.mark.parametrize(
+    "usage",
+    [{"prompt_tokens": "many"}, {"prompt_tokens": None}, {"prompt_tokens": 1.5}, {"prompt_tokens": -1}, [], 1e30],
+)
+def test_a_usage_that_cannot_be_true_is_none_and_harms_no_answer(usage: object) -> None:
+    relay = SseRelay(strip_usage=True)
+    finish, usage_chunk = event(chunk("", "stop")), event({"choices": [], "usage": usage})
+
+    assert relay.feed(PLAIN + finish + usage_chunk + DONE) == PLAIN + finish + DONE
+
+    assert relay.done
+    assert relay.usage is None
+
+
 # --- faults
 
 
@@ -267,7 +281,6 @@ def test_only_whole_events_come_out() -> None:
         b"data: []\n\n",
         b'data: {"id": "x"}\n\n',
         b'data: {"choices": 1}\n\n',
-        b'data: {"choices": [], "usage": {"prompt_tokens": "many"}}\n\n',
         b"data: " + b"[" * 100_000 + b"\n\n",
         DONE,
     ],

@@ -354,6 +354,11 @@ def test_nothing_is_learned_of_a_blind_replica() -> None:
 # -- who may be chosen
 
 
+def test_without_any_replica_no_model_is_unknown() -> None:
+    """After a restart replicas take a moment to register, and clients take a 404 for their own mistake."""
+    assert Router().route(query(tokens(1, 64)), 0.0, 0.0) == Unroutable("no_replica", 1.0)
+
+
 def test_an_unknown_model_is_told_apart_from_a_pool_without_replicas() -> None:
     router = own_fleet(1)
     assert router.route(query(tokens(1, 64), model="other"), 0.0, 0.0) == Unroutable("model_not_found")
@@ -535,7 +540,7 @@ def test_a_replica_whose_model_is_not_known_yet_serves_nothing() -> None:
     router.set_health("r0", True, 0.0)
     assert router.models() == []
     assert router.pool("") is None
-    assert router.route(query(tokens(1, 64), model=""), 0.0, 0.0) == Unroutable("model_not_found")
+    assert router.route(query(tokens(1, 64), model=""), 0.0, 0.0) == Unroutable("no_replica", 1.0)
 
     router.add("r0", spec("openai"), 1.0)
     router.set_health("r0", True, 1.0)

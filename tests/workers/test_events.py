@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -79,9 +80,9 @@ class EngineCache(RuleBasedStateMachine):
         self.published: list[bytes] = []
 
     def publish(self, report: StepReport) -> None:
-        frame = self.log.append(report, ts=0.0)
-        assert frame is not None
-        self.published.append(frame)
+        frames = self.log.append(report, ts=0.0)
+        assert frames
+        self.published += frames
 
     @rule(data=st.data(), length=st.integers(1, 5))
     def store_a_run(self, data: st.DataObject, length: int) -> None:
@@ -130,13 +131,31 @@ def test_batches_are_numbered_from_one_without_a_hole() -> None:
 
     frames = [log.append(step(stored=[StoredRun(ROOT, [name])]), ts=0.0) for name in (5, 6, 7)]
 
-    assert [batch.seq for batch in batches([frame for frame in frames if frame])] == [1, 2, 3]
+    assert [batch.seq for batch in batches([frame for some in frames for frame in some])] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("run_length", [1, 50_000])
+def test_a_step_that_changes_half_of_a_large_cache_fits_into_frames(run_length: int) -> None:
+    """As one does that admits a prompt of 800,000 tokens; a gateway takes no longer frame."""
+    log = EventLog()
+    old, new = ([base | 1 << 63 for base in range(start, start + 50_000)] for start in (0, 1 << 20))
+    log.append(step(stored=[StoredRun(ROOT, old)]), ts=0.0)
+    runs = [StoredRun(ROOT, new[start : start + run_length]) for start in range(0, len(new), run_length)]
+
+    frames = log.append(step(stored=runs, removed=old), ts=0.0)
+
+    held = set(old)
+    for batch in batches(frames):
+        held.difference_update(batch.removed)
+        held.update(name for run in batch.stored for name in run.names)
+    assert held == set(new) == {name for name, _ in log.mirror.links()}
+    assert batches(frames)[-1].seq == log.seq
 
 
 def test_a_step_that_changes_no_block_takes_no_number() -> None:
     log = EventLog()
 
-    assert log.append(step(running=3), ts=0.0) is None
+    assert log.append(step(running=3), ts=0.0) == []
     assert log.seq == 0
 
 

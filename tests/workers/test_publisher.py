@@ -147,6 +147,17 @@ async def test_after_close_streams_end_and_none_begins() -> None:
     assert source.listen("", 0) is None
 
 
+async def test_who_wants_to_know_is_told_of_a_listener_that_left_unless_it_is_ourselves_who_stop() -> None:
+    source, left = publisher(), []
+    source.on_leave = lambda: left.append(True)
+    source.leave(listening(source))
+    last = listening(source)
+    source.close()
+    source.leave(last)
+
+    assert left == [True]
+
+
 async def test_a_listener_that_left_is_not_kept() -> None:
     source = publisher()
     listener = listening(source)

@@ -25,6 +25,7 @@ class Gateway:
         self.tokens: set[str] = set()
         self.known = False
         self.failing = False
+        self.lease: dict[str, object] = {"lease_expires": 0}
         self.app = Starlette(
             routes=[
                 Route("/admin/v1/replicas/{id}", self.put, methods=["PUT"]),
@@ -46,7 +47,7 @@ class Gateway:
             return JSONResponse({"error": "down"}, 500)
         self.specs.append(await request.json())
         self.known = True
-        return JSONResponse({"lease_expires": 0})
+        return JSONResponse(self.lease)
 
     async def beat(self, request: Request) -> Response:
         self.note(request)
@@ -72,6 +73,31 @@ async def url(gateway: Gateway) -> AsyncIterator[str]:
 
 def registration(url: str, pace: Pace = QUICK) -> Registration:
     return Registration(gateway=url, replica_id="r-1", spec=SPEC, join_token="join", pace=pace)
+
+
+async def test_a_short_lease_is_renewed_before_it_ends(gateway: Gateway, url: str) -> None:
+    gateway.lease = {"lease_s": 0.06}
+    async with registered([registration(url, Pace(beat_s=60))]):
+        await eventually(lambda: bool(gateway.beats))
+
+
+async def test_a_gateway_that_restarted_is_told_without_waiting_for_the_next_beat(gateway: Gateway, url: str) -> None:
+    ours = registration(url, Pace(beat_s=60))
+    async with registered([ours]):
+        await eventually(lambda: gateway.known)
+        gateway.known = False
+        ours.beat_soon()
+
+        await eventually(lambda: gateway.known)
+
+
+@pytest.mark.parametrize("lease", [{"lease_s": 0}, {"lease_s": -1}, {"lease_s": "soon"}, {}])
+async def test_a_lease_that_makes_no_sense_changes_nothing(
+    gateway: Gateway, url: str, lease: dict[str, object]
+) -> None:
+    gateway.lease = lease
+    async with registered([registration(url)]):
+        await eventually(lambda: len(gateway.beats) >= 2)
 
 
 async def test_a_replica_registers_beats_and_leaves(gateway: Gateway, url: str) -> None:
