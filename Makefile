@@ -1,6 +1,7 @@
 # make up      a real model, two replicas and a gateway on this machine     PORT ADMIN_PORT WORKERS MODEL
 # make smoke   checks a running system with the official OpenAI client
 # make test    lint, types, import contracts, all tests
+# make bench-peers  routers from PyPI and ours over one simulated fleet, within BENCH_MINUTES; docs/routing.md
 # make lock    compiles requirements/*.txt anew (needs uv)
 
 PYTHON ?= python3
@@ -14,12 +15,17 @@ TORCH_ARGS ?=
 # Two processes of tests; more would make those with deadlines wait for each other on a small machine.
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
+# Other routers, each in a virtual environment of its own, outside of the checkout.
+PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/warmpath/peers
+BENCH_MINUTES ?= 180
+BENCH_ARGS ?=
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Made-up text needs no torch.
 ENGINE := $(if $(filter simulated,$(MODEL)),,$(VENV)/.torch)
 
-.PHONY: up smoke test lint types contracts tests format lock clean
+.PHONY: up smoke test lint types contracts tests format bench-peers peers lock clean
 
 up: $(VENV)/.run $(ENGINE)
 	@exec $(BIN)/warmpath up --model "$(MODEL)" --port $(PORT) --admin-port $(ADMIN_PORT) --workers $(WORKERS)
@@ -45,6 +51,19 @@ tests: $(VENV)/.dev $(VENV)/.torch
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench-peers: $(VENV)/.dev peers
+	$(BIN)/warmpath bench matrix --peers "$(PEERS)" --budget-min $(BENCH_MINUTES) $(BENCH_ARGS)
+
+# Names and versions are those of loadtest/peers.py.
+peers: $(VENV)/.dev
+	@$(BIN)/python -m loadtest.peers | while read -r name version; do \
+		if [ ! -e "$(PEERS)/$$name/.$$version" ]; then \
+			echo "installing $$name $$version into $(PEERS)" && $(PYTHON) -m venv "$(PEERS)/$$name" && \
+			"$(PEERS)/$$name/bin/python" -m pip --disable-pip-version-check install -q "$$name==$$version" && \
+			touch "$(PEERS)/$$name/.$$version" || exit 1; \
+		fi; \
+	done
 
 # pyproject.toml is the source; torch stays out of the hashes (requirements/exclude.txt says why).
 LOCK := uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \

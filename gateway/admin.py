@@ -40,9 +40,9 @@ from gateway.admin_bodies import (
     new_key_body,
     replica_body,
 )
+from gateway.api_error import ApiError
 from gateway.dispatch import Record
 from gateway.keys import KeyStore, KeyStoreError
-from gateway.openai import ApiError
 from gateway.registry import (
     InvalidReplica,
     NotHolder,

@@ -121,8 +121,22 @@ class ReplicaBody(msgspec.Struct, frozen=True, kw_only=True):
     promised_tokens: int
     """Prompt tokens sent there that gave no first byte yet."""
     prefill_tok_s: float | None
+    """As it says, else as learned from its times to first byte."""
+    fixed_s: float | None
+    """Learned cost of a prompt even when all of it is cached."""
+    bytes_per_token: float | None
+    """Learned size of a token in its pool; None where tokens are known."""
     capacity_blocks: int | None
+    """As it says."""
+    capacity_tokens: int
+    """What its cache is taken to hold: as it says, else as learned, else the setting."""
+    capacity_learned: bool
     indexed_blocks: int
+    """By its events."""
+    expected_blocks: int
+    """More of them, by what was sent there."""
+    indexed: bool
+    """Whether its events are followed; false for one whose cache is too large for the index."""
     cached_tokens_precision: float | None
     """Share of the predicted cached tokens that it reported, and of the reported ones that were predicted."""
     cached_tokens_recall: float | None
@@ -164,8 +178,14 @@ def replica_body(
         inflight=view.inflight,
         promised_tokens=view.promised_tokens,
         prefill_tok_s=view.prefill_tok_s,
+        fixed_s=view.fixed_s,
+        bytes_per_token=view.bytes_per_token,
         capacity_blocks=view.hello.capacity_blocks if view.hello is not None else None,
+        capacity_tokens=view.capacity_tokens,
+        capacity_learned=view.capacity_learned,
         indexed_blocks=view.confirmed_blocks,
+        expected_blocks=view.expected_blocks,
+        indexed=view.indexed,
         cached_tokens_precision=view.accuracy.precision,
         cached_tokens_recall=view.accuracy.recall,
         load=msgspec.convert(view.load, LoadBody, from_attributes=True) if view.load is not None else None,

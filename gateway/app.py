@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.metadata
 import logging
 import random
@@ -18,27 +19,31 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, cast
 
 import click
+import msgspec
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.addresses import resolve_host
 from gateway.admin import AdminContext, admin_app
-from gateway.asgi import new_request_id
-from gateway.dispatch import Dispatcher, Record, unroutable
-from gateway.hotpath import Access, HotPath
+from gateway.dispatch import Dispatcher, Record
+from gateway.failures import unroutable
+from gateway.homes import Homes
+from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.http1 import Http1Upstream
 from gateway.keys import KeyKind, KeyStore
 from gateway.limits import RequestLimiter
-from gateway.openai import ApiError, Endpoint, parse_request
+from gateway.listener import Listener
+from gateway.model_cards import ModelCards
+from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
 from gateway.registry import Registry
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
+from gateway.tokenizing import Tokenizing
 from gateway.upstream import Timeouts
 from gateway.watch import Watcher
 from router import Decision, Router, Unroutable
@@ -49,8 +54,8 @@ _log = logging.getLogger("warmpath.gateway")
 
 _EXPIRE_EVERY_S: Final = 1.0
 _KEPT_DECISIONS: Final = 256
-_KEEP_ALIVE_S: Final = 75
-"""Above the idle time of load balancers (60 s), so that they close first and never meet a closed connection."""
+_DEFAULT_GROUP: Final = "default"
+"""Of keys that were made without a tenant."""
 _BACKLOG: Final = 2048
 
 
@@ -95,9 +100,11 @@ def build_gateway(settings: Settings) -> Gateway:
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
     router = Router(settings.routing.router_settings)
     upstream = Http1Upstream()
-    prompters = Prompters(executor)
-    preparer = Preparer(prompters, executor)
-    watcher = Watcher(router, upstream, prompters, clock=clock)
+    prompters = Prompters()
+    preparer = Preparer(prompters, executor, settings.prompts.escapes)
+    cards = ModelCards()
+    homes = Homes()
+    watcher = Watcher(router, upstream, prompters, cards, clock=clock)
     registry = Registry(
         router,
         lease_s=settings.leases.lease_s,
@@ -115,7 +122,10 @@ def build_gateway(settings: Settings) -> Gateway:
 
     hot_path = HotPath(
         public_app(
-            router, None if settings.server.open else keys, unix_time=lambda moment: moment + time.time() - clock()
+            router,
+            cards,
+            None if settings.server.open else keys,
+            unix_time=lambda moment: moment + time.time() - clock(),
         ),
         router=router,
         access=Access(
@@ -123,15 +133,21 @@ def build_gateway(settings: Settings) -> Gateway:
             limiter=RequestLimiter(settings.limits.requests_per_minute),
             salt_for=keys.salt_for,
         ),
+        cards=cards,
         preparer=preparer,
+        tokenizing=Tokenizing(prompters, cards, executor),
+        homes=homes,
         dispatcher=Dispatcher(
             router,
             upstream,
+            homes,
             timeouts=Timeouts(
                 connect_s=settings.stream.connect_s,
                 first_byte_s=settings.stream.first_byte_s,
                 idle_s=settings.stream.idle_s,
             ),
+            commit_after_s=settings.stream.commit_after_s,
+            ping_s=settings.stream.ping_s,
             clock=clock,
             draw=random.random,
             on_gap=telemetry.gap,
@@ -148,7 +164,9 @@ def build_gateway(settings: Settings) -> Gateway:
         registry=registry,
         telemetry=telemetry,
         resolve=resolve_host,
-        explain=_Explainer(router, preparer, keys, random.random).explain,
+        explain=_Explainer(
+            router, preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
+        ).explain,
         decisions=lambda: list(decisions),
         in_flight=lambda: hot_path.in_flight,
         unready=lambda: _unready(router),
@@ -164,20 +182,33 @@ class _Explainer:
     router: Router
     preparer: Preparer
     keys: KeyStore
+    default_group: str
     draw: Callable[[], float]
 
     async def explain(self, body: bytes, group: str | None) -> Decision:
         """Where a request with this body would go now; nothing is sent or promised. Raises `ApiError`."""
-        endpoint: Endpoint = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"
-        request = parse_request(endpoint, body, open_access=True)
+        request = parse_request(_endpoint_of(body), body, open_access=True)
         pool = self.router.pool(request.model)
         if pool is None:
             raise unroutable(Unroutable("model_not_found"), request.model)
-        prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or "default"))
+        prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or self.default_group))
         decision = self.router.route(prompt.query(request), time.monotonic(), self.draw())
         if isinstance(decision, Unroutable):
             raise unroutable(decision, request.model)
         return decision
+
+
+class _Shape(msgspec.Struct):
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _endpoint_of(body: bytes) -> Endpoint:
+    """Where clients would send it; what is no object at all is refused by whoever parses it next."""
+    try:
+        is_chat = msgspec.json.decode(body, type=_Shape).messages is not msgspec.UNSET
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        is_chat = False
+    return "/v1/chat/completions" if is_chat else "/v1/completions"
 
 
 def _unready(router: Router) -> str | None:
@@ -195,7 +226,10 @@ async def run_gateway(settings: Settings) -> None:
         gateway = build_gateway(settings)
         _first_keys(gateway.keys, settings)
         grace_s = settings.server.grace_s
-        servers = [_server(gateway.public, grace_s), _server(gateway.admin, grace_s)]
+        servers = [
+            _server(gateway.public, Listener(settings.server.limits), grace_s),
+            _server(gateway.admin, Listener(), grace_s),
+        ]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, _ask_to_stop, servers)
@@ -204,8 +238,18 @@ async def run_gateway(settings: Settings) -> None:
             *public_socket.getsockname()[:2],
             *admin_socket.getsockname()[:2],
         )
+        _spare_collections()
         async with gateway.background():
             await asyncio.gather(servers[0].serve([public_socket]), servers[1].serve([admin_socket]))
+
+
+def _spare_collections() -> None:
+    """What the start made is never garbage, and the index grows to millions of numbers that a full collection would visit, for
+    tens of milliseconds each time. Cycles are few here and young when they die, so the small collections find them.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 1_000)
 
 
 def _ask_to_stop(servers: list[uvicorn.Server]) -> None:
@@ -215,21 +259,6 @@ def _ask_to_stop(servers: list[uvicorn.Server]) -> None:
         server.should_exit = True
 
 
-class _Protocol(HttpToolsProtocol):
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP never reaches an app, so its answer in OpenAI's shape is written here."""
-        body = ApiError(400, "invalid_http", msg).body()
-        head = (
-            "HTTP/1.1 400 Bad Request\r\n"
-            "content-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n"
-            f"x-request-id: {new_request_id()}\r\n"
-            "connection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
-
-
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -237,19 +266,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(app: ASGIApp, grace_s: float) -> uvicorn.Server:
+def _server(app: ASGIApp, listener: Listener, grace_s: float) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=_Protocol,
+            http=cast(Any, listener.protocol),
             proxy_headers=False,
             lifespan="off",
             ws="none",
             access_log=False,
             log_config=None,
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
     )

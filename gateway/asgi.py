@@ -15,9 +15,10 @@ from typing import Final, cast
 
 from starlette.types import Receive, Scope, Send
 
-from gateway.openai import ApiError
+from gateway.api_error import ApiError
 
 __all__ = [
+    "DISCONNECT_EXTENSION",
     "ClientGone",
     "Reply",
     "error_headers",
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 Header = tuple[bytes, bytes]
+
+DISCONNECT_EXTENSION: Final = "warmpath.disconnect"
+"""In ``scope["extensions"]`` of our own listener: takes what to call when the client leaves, None to forget it."""
 
 _SANE_ID: Final = re.compile(rb"[A-Za-z0-9_-]{1,128}")
 _JSON: Final = (b"content-type", b"application/json")
@@ -79,36 +83,49 @@ def _check_size(size: int, limit: int) -> None:
 
 
 class while_connected:  # noqa: N801
-    """``async with while_connected(receive, reply):`` runs its block as long as the client is there.
+    """``async with while_connected(scope, receive, reply):`` runs its block as long as the client is there.
 
     When the client leaves, the block is cancelled where it waits and `ClientGone` comes out: every `finally` inside runs,
     so the upstream connection closes and the reservation is released. A cancellation from elsewhere passes through
-    unchanged (the same accounting as `asyncio.timeout`). Once `reply` went out whole there is nobody to lose: servers then
-    report a disconnect at once, and what the block still has to do is between us and the replica.
+    unchanged (the same accounting as `asyncio.timeout`). Once `reply` went out whole there is nobody to lose, and what the
+    block still has to do is between us and the replica.
+
+    Our own listener calls when a client leaves; elsewhere a task waits for ``http.disconnect``.
     """
 
-    def __init__(self, receive: Receive, reply: Reply) -> None:
+    def __init__(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        self._call_when_gone = scope.get("extensions", {}).get(DISCONNECT_EXTENSION)
         self._receive = receive
         self._reply = reply
         self._gone = False
+        self._watch: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
         self._cancelling = task.cancelling()
-        self._watch = asyncio.ensure_future(self._wait_for_disconnect())
+        if self._call_when_gone is not None:
+            self._call_when_gone(self._leave)
+        else:
+            self._watch = asyncio.ensure_future(self._wait_for_disconnect())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+        else:
+            self._call_when_gone(None)
         if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise ClientGone from error
 
     async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._leave()
+
+    def _leave(self) -> None:
         if not self._reply.complete:
             self._gone = True
             self._task.cancel()
@@ -120,6 +137,8 @@ class Reply:
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
         self.request_id = request_id
+        self.headers: list[Header] = []
+        """Of the answer, whatever it will be."""
         self.status: int | None = None
         """None until the status line went out: until then every ending is still possible."""
         self.complete = False
@@ -131,7 +150,7 @@ class Reply:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*headers, (b"x-request-id", self.request_id.encode())],
+                "headers": [*headers, *self.headers, (b"x-request-id", self.request_id.encode())],
             }
         )
 
@@ -151,8 +170,10 @@ class Reply:
 
 
 def error_headers(error: ApiError) -> list[Header]:
-    """How to ask, for who has no valid key; when to come back, in both forms that OpenAI's SDKs read (at most 120 s)."""
+    """How to ask, for who has no valid key; whether and when to come back, as OpenAI's SDKs read it (at most 120 s)."""
     headers: list[Header] = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
+    if error.should_retry is not None:
+        headers.append((b"x-should-retry", b"true" if error.should_retry else b"false"))
     if error.retry_after_s is not None:
         seconds = max(error.retry_after_s, 0.001)
         headers += [

@@ -19,6 +19,8 @@ _OURS: Final = {
     "up": ("gateway.up", "Run a gateway and workers here, ready to use."),
     "serve": ("gateway.serve", "Run the gateway."),
     "replicas": ("gateway.console", "Show the replicas of a running gateway."),
+    "explain": ("gateway.explain", "Show where a request would go, and why."),
+    "decisions": ("gateway.explain", "Show where the last requests went."),
     "keys": ("gateway.console", "Make, list and revoke keys of a running gateway."),
 }
 _PROGRAMS: Final = {
@@ -70,6 +72,7 @@ Examples:
   warmpath serve --port 8000 --open --replicas http://127.0.0.1:8101,http://127.0.0.1:8102
   warmpath worker ./my-model --gateway http://127.0.0.1:8001
   warmpath replicas --watch
+  warmpath explain request.json
   warmpath bench fleet --policies cost,round_robin
 """,
 )

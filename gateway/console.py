@@ -5,100 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from urllib.parse import quote
 
 import click
-import httpx
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
+
+from gateway.admin_client import AdminClient, admin_client, admin_options, new_table, terminal
 
 __all__ = ["keys", "replicas"]
 
-_TIMEOUT_S: Final = 5.0
-_PIPE_WIDTH: Final = 240
-_CONNECTION: Final = Path(".warmpath/connection.json")
-
 Replica = Mapping[str, Any]
-
-
-class _Connection(msgspec.Struct):
-    admin_url: str
-    admin_key: str
-
-
-class AdminClient:
-    """The admin API of one gateway. Every failure is one line and exit code 1."""
-
-    def __init__(self, url: str, key: str) -> None:
-        try:
-            self._http = httpx.Client(
-                base_url=f"{url.rstrip('/')}/admin/v1",
-                headers={b"authorization": f"Bearer {key}".encode()},
-                timeout=_TIMEOUT_S,
-                trust_env=False,  # a proxy for the way out knows nothing of this machine or its neighbours
-            )
-        except httpx.InvalidURL as error:
-            raise click.ClickException(f"'{url}' is no URL: {error}") from error
-
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        try:
-            answer = self._http.request(method, path, json=body)
-        except httpx.HTTPError as error:
-            raise click.ClickException(
-                f"no answer from {self._http.base_url}: {str(error) or type(error).__name__}"
-            ) from error
-        if not answer.is_success:
-            raise click.ClickException(f"{answer.status_code}: {_message(answer)}")
-        return answer.json() if answer.content else None
-
-
-def _console() -> Console:
-    """Into a pipe go whole lines, however long; rich would fold them at 80 characters."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
-
-
-def _table(*columns: str) -> Table:
-    return Table(*(Column(name, no_wrap=True) for name in columns), box=box.SIMPLE_HEAD, pad_edge=False)
-
-
-def _message(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return answer.reason_phrase
-
-
-def _admin_client(url: str | None, key: str | None, connection: Path) -> AdminClient:
-    """From flags or environment, else from the file that `warmpath up` wrote here."""
-    if url is None or key is None:
-        try:
-            known = msgspec.json.decode(connection.read_bytes(), type=_Connection)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise click.UsageError("give --admin-url and --admin-key; no `warmpath up` runs in this folder") from error
-        url, key = url or known.admin_url, key or known.admin_key
-    return AdminClient(url, key)
-
-
-def _admin_options(command: Any) -> Any:
-    for option in (
-        click.option("--admin-url", envvar="WARMPATH_ADMIN_URL", help="Default: the system `warmpath up` runs here."),
-        click.option("--admin-key", envvar="WARMPATH_ADMIN_KEY", help="An admin key (wpa-…)."),
-        click.option(
-            "--connection",
-            type=click.Path(dir_okay=False, path_type=Path),
-            default=_CONNECTION,
-            show_default=True,
-            help="File that holds both.",
-        ),
-    ):
-        command = option(command)
-    return command
 
 
 # --- replicas
@@ -113,7 +34,7 @@ Examples:
   warmpath replicas --admin-url http://10.0.0.5:8001 --admin-key wpa-…
 """
 )
-@_admin_options
+@admin_options
 @click.option("--watch", is_flag=True, help="Keep the table up to date until Ctrl-C.")
 @click.option(
     "--interval", "interval_s", default=1.0, show_default=True, type=click.FloatRange(0.1, 60), help="Seconds."
@@ -123,13 +44,13 @@ def replicas(
     admin_url: str | None, admin_key: str | None, connection: Path, watch: bool, interval_s: float, as_json: bool
 ) -> None:
     """Show each replica: state, running requests, KV used, tokens a second, hit rate."""
-    admin = _admin_client(admin_url, admin_key, connection)
+    admin = admin_client(admin_url, admin_key, connection)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(_replicas(admin))))
         return
     table = ReplicaTable()
     if not watch:
-        _console().print(table.render(_replicas(admin), time.monotonic()))
+        terminal().print(table.render(_replicas(admin), time.monotonic()))
         return
     with Live(console=Console(), auto_refresh=False) as live:
         try:
@@ -160,7 +81,7 @@ class ReplicaTable:
         self._before: dict[str, tuple[float, int]] = {}
 
     def render(self, found: list[Replica], now: float) -> Table:
-        table = _table("replica", "model", "state", "trust", "running", "waiting", "KV used", "tokens/s", "hit rate")
+        table = new_table("replica", "model", "state", "trust", "running", "waiting", "KV used", "tokens/s", "hit rate")
         for replica in found:
             table.add_row(*self._row(replica, now))
         return table
@@ -223,7 +144,7 @@ def keys() -> None:
 
 
 @keys.command("create")
-@_admin_options
+@admin_options
 @click.option("--name", required=True, help="For people.")
 @click.option("--tenant", default="default", show_default=True, help="Keys of one tenant share cached prefixes.")
 @click.option("--debug", is_flag=True, help="Answers to this key say how they were routed.")
@@ -238,18 +159,18 @@ def create_key(
     rpm: int | None,
 ) -> None:
     """Make a client key and show it, once."""
-    admin = _admin_client(admin_url, admin_key, connection)
+    admin = admin_client(admin_url, admin_key, connection)
     body = {"name": name, "tenant": tenant, "debug": debug}
     made = admin.call("POST", "/keys", body if rpm is None else {**body, "requests_per_minute": rpm})
     click.echo(made["key"])
 
 
 @keys.command("list")
-@_admin_options
+@admin_options
 def list_keys(admin_url: str | None, admin_key: str | None, connection: Path) -> None:
     """Show every key but not its secret."""
-    table = _table("id", "kind", "name", "tenant", "requests/min", "debug", "state")
-    for key in _admin_client(admin_url, admin_key, connection).call("GET", "/keys")["keys"]:
+    table = new_table("id", "kind", "name", "tenant", "requests/min", "debug", "state")
+    for key in admin_client(admin_url, admin_key, connection).call("GET", "/keys")["keys"]:
         table.add_row(
             key["id"],
             key["kind"],
@@ -259,13 +180,13 @@ def list_keys(admin_url: str | None, admin_key: str | None, connection: Path) ->
             "yes" if key["debug"] else "",
             "[red]revoked[/]" if key["revoked"] else "valid",
         )
-    _console().print(table)
+    terminal().print(table)
 
 
 @keys.command("revoke")
-@_admin_options
+@admin_options
 @click.argument("key_id")
 def revoke_key(admin_url: str | None, admin_key: str | None, connection: Path, key_id: str) -> None:
     """Let nobody in with this key any more."""
-    _admin_client(admin_url, admin_key, connection).call("DELETE", f"/keys/{quote(key_id, safe='')}")
+    admin_client(admin_url, admin_key, connection).call("DELETE", f"/keys/{quote(key_id, safe='')}")
     click.echo(f"{key_id} revoked")

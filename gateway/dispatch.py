@@ -1,8 +1,10 @@
 """One admitted request's life: decide, try, relay, settle.
 
 The commit point is the first body byte: the status line is held until then, so a replica that refuses, hangs or dies early
-costs the client nothing but time: the request goes to another replica, once. After it, a failure is one error event without
-``[DONE]``. Every reservation is released exactly once, whatever happens (`_Held`).
+costs the client nothing but time: the request goes to another replica, once, as long as not too many others do
+(`gateway.retries`). A stream that waits long for its first token is committed early and kept alive with comments (`_Patience`);
+it may still go elsewhere, but its errors are events. After the first token a failure is one error event without ``[DONE]``.
+Every reservation is released exactly once, whatever happens (`_Held`).
 """
 
 from __future__ import annotations
@@ -16,24 +18,28 @@ from typing import Any, Final, Self
 
 import msgspec
 
+from gateway.api_error import ApiError
 from gateway.asgi import Header, Reply
-from gateway.openai import ApiError, GenerationRequest, Usage, parse_usage
+from gateway.failures import all_busy, bad_upstream, passed_on, quarantined, unroutable, upstream_error
+from gateway.homes import Home, Homes
+from gateway.openai import GenerationRequest, Usage, parse_response, parse_usage
 from gateway.prepare import PreparedPrompt
-from gateway.sse import MAX_EVENT_BYTES, SseRelay, error_event
+from gateway.response_events import ResponseRelay
+from gateway.retries import Fingerprint, Quarantine, RetryBudget, fingerprint
+from gateway.sse import EventRelay, SseRelay
 from gateway.upstream import (
-    ConnectFailed,
     Origin,
     Timeouts,
     Upstream,
+    UpstreamClosed,
     UpstreamError,
     UpstreamRequest,
     UpstreamResponse,
-    UpstreamTimeout,
 )
 from router import Decision, Outcome, Reservation, Router, Unroutable
 from router.wire import PromptField
 
-__all__ = ["Dispatcher", "Job", "Record", "unroutable"]
+__all__ = ["Dispatcher", "Job", "Record"]
 
 _MAX_TRIES: Final = 2
 _MAX_ANSWER_BYTES: Final = 64 << 20
@@ -61,8 +67,16 @@ class Job:
     request_id: str
     debug: bool
     """Whether the client may see how it was routed."""
+    owner: str
+    """Whose responses are found again by their id: nobody else's are."""
+    home: str | None = None
+    """The replica that keeps what this request is about. No other one could answer."""
     passed_on: Sequence[Header] = ()
     """Client headers that replicas understand, such as traceparent."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self.salt, self.request.body or self.request.path.encode())
 
 
 @dataclass(slots=True)
@@ -80,6 +94,7 @@ class Record:
     status: int = 0
     error_code: str = ""
     first_byte_s: float | None = None
+    """Of a generated answer; None of any other."""
     duration_s: float = 0.0
     usage: Usage | None = None
 
@@ -87,8 +102,10 @@ class Record:
 class _TryElsewhere(Exception):
     """This replica did not answer; `error` is what the client gets if no other one does."""
 
-    def __init__(self, error: ApiError) -> None:
+    def __init__(self, error: ApiError, *, was_lost: bool = False) -> None:
+        """`was_lost`: its connection broke while it had the request."""
         self.error = error
+        self.was_lost = was_lost
 
 
 class _Held:
@@ -99,10 +116,15 @@ class _Held:
         self._reservation = reservation
         self._clock = clock
         self.outcome = Outcome.CANCELLED
-        self.cached_tokens: int | None = None
+        self.usage: Usage | None = None
 
     def answered(self) -> None:
         self._router.answered(self._reservation, self._clock())
+
+    def failed(self, error: Exception) -> _TryElsewhere:
+        """The replica's fault, before its answer began."""
+        self.outcome = Outcome.FAILED
+        return _TryElsewhere(upstream_error(error), was_lost=isinstance(error, UpstreamClosed))
 
     def __enter__(self) -> Self:
         return self
@@ -110,18 +132,51 @@ class _Held:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._router.finish(self._reservation, self._clock(), self.outcome, self.cached_tokens)
+        usage = self.usage
+        cached, prompt = (usage.cached_tokens, usage.prompt_tokens) if usage is not None else (None, None)
+        self._router.finish(self._reservation, self._clock(), self.outcome, cached, prompt)
+
+
+class _Patience:
+    """For as long as a stream waits for its first token: after a while its status line goes out, then a comment now and then.
+
+    Proxies and clients give up on a connection that is silent for a minute or so, and a long prompt in a long queue takes more.
+    """
+
+    def __init__(self, reply: Reply, commit_after_s: float, ping_s: float) -> None:
+        self._reply = reply
+        self._ping_s = ping_s
+        self._loop = asyncio.get_running_loop()
+        self._pinging: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(commit_after_s, self._begin)  # most streams begin sooner: no task for those
+
+    def end(self) -> None:
+        self._timer.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
+
+    def _begin(self) -> None:
+        self._pinging = self._loop.create_task(self._ping())
+
+    async def _ping(self) -> None:
+        await self._reply.start(200, _STREAM_HEADERS)
+        while True:
+            await self._reply.chunk(b": ping\n\n")
+            await asyncio.sleep(self._ping_s)
 
 
 class Dispatcher:
-    """Sends jobs to replicas. Holds no state of its own: the router knows what is promised, the upstream what is open."""
+    """Sends jobs to replicas. The router knows what is promised, the upstream what is open; this knows what may be retried."""
 
     def __init__(
         self,
         router: Router,
         upstream: Upstream,
+        homes: Homes,
         *,
         timeouts: Timeouts,
+        commit_after_s: float,
+        ping_s: float,
         clock: Callable[[], float],
         draw: Callable[[], float],
         on_gap: Callable[[str, float], None],
@@ -132,47 +187,80 @@ class Dispatcher:
         """
         self._router = router
         self._upstream = upstream
+        self._homes = homes
         self._timeouts = timeouts
+        self._commit_after_s = commit_after_s
+        self._ping_s = ping_s
         self._clock = clock
         self._draw = draw
         self._on_gap = on_gap
         self._on_failed_try = on_failed_try
+        self._budget = RetryBudget()
+        self._quarantine = Quarantine()
 
     async def answer(self, job: Job, reply: Reply, record: Record) -> None:
-        """Answer through `reply`. Raises `ApiError` as long as nothing was sent."""
-        failed: frozenset[str] = frozenset()
+        """Answer through `reply`. Raises `ApiError` as long as its answer has not begun; its status may be out by then."""
+        if self._quarantine and self._quarantine.holds(job.fingerprint, self._clock()):
+            raise quarantined(422)
+        self._budget.active += 1
+        patience = _Patience(reply, self._commit_after_s, self._ping_s) if job.request.stream else None
+        try:
+            await self._try_in_turn(job, reply, record, patience)
+        finally:
+            self._budget.active -= 1
+            if patience is not None:
+                patience.end()
+
+    async def _try_in_turn(self, job: Job, reply: Reply, record: Record, patience: _Patience | None) -> None:
+        tried: frozenset[str] = frozenset()
         error: ApiError | None = None
-        while len(failed) < _MAX_TRIES:
-            decision = self._router.route(job.prompt.query(job.request, failed), self._clock(), self._draw())
+        for number in range(_MAX_TRIES):
+            decision = self._decide(job, tried)
             if isinstance(decision, Unroutable):
-                raise error or unroutable(decision, job.request.model)
+                error = error or unroutable(decision, job.request.model)
+                break
+            if number and not self._budget.try_begin():
+                break
             record.decision = decision
             record.tries += 1
             try:
-                await self._try(job, decision, reply, record)
+                await self._try(job, decision, reply, record, patience)
             except _TryElsewhere as failure:
                 error = failure.error
+                tried |= {decision.replica_id}
                 self._on_failed_try(job.request.model, error.code)
-                failed |= {decision.replica_id}
+                if failure.was_lost and self._quarantine.crashed(job.fingerprint, self._clock()):
+                    raise quarantined(500) from failure
             else:
                 return
+            finally:
+                if number:
+                    self._budget.end()
         assert error is not None
+        if record.tries and error.status >= 500:
+            error.should_retry = False  # a client that comes back at once would multiply what we have tried in vain
         raise error
 
-    async def _try(self, job: Job, decision: Decision, reply: Reply, record: Record) -> None:
+    def _decide(self, job: Job, tried: frozenset[str]) -> Decision | Unroutable:
+        if job.home is not None:
+            tried |= {replica.id for replica in self._router.replicas() if replica.id != job.home}
+        return self._router.route(job.prompt.query(job.request, tried), self._clock(), self._draw())
+
+    async def _try(
+        self, job: Job, decision: Decision, reply: Reply, record: Record, patience: _Patience | None
+    ) -> None:
         query = job.prompt.query(job.request)
         reservation = self._router.begin(decision, query, job.request_id, self._clock())
         with _Held(self._router, reservation, self._clock) as held:
             try:
                 response = await self._upstream.send(self._upstream_request(job, decision.replica_id))
             except UpstreamError as error:
-                held.outcome = Outcome.FAILED
-                raise _TryElsewhere(_upstream_error(error)) from error
+                raise held.failed(error) from error
             try:
                 if response.status != 200:
-                    await self._pass_refusal(response, decision.replica_id, held, reply)
-                elif job.request.stream:
-                    await self._relay_stream(response, job, held, reply, record)
+                    await self._pass_refusal(response, job, decision.replica_id, held, reply)
+                elif patience is not None:
+                    await self._relay_stream(response, job, held, reply, record, patience)
                 else:
                     await self._relay_whole(response, job, held, reply, record)
             finally:
@@ -181,28 +269,32 @@ class Dispatcher:
     def _upstream_request(self, job: Job, replica_id: str) -> UpstreamRequest:
         spec = self._router.spec(replica_id)
         origin, prefix = Origin.parse(spec.url)
-        headers: list[Header] = [
-            (b"content-type", b"application/json"),
-            (b"x-request-id", job.request_id.encode()),
-            *job.passed_on,
-        ]
+        headers: list[Header] = [(b"x-request-id", job.request_id.encode()), *job.passed_on]
+        if job.request.method == "POST":
+            headers.append((b"content-type", b"application/json"))
         if spec.credential:
             headers.append((b"authorization", b"Bearer " + spec.credential.encode()))
         extra: dict[str, Any] = {}
         if spec.kind == "warmpath":
             extra["warmpath"] = PromptField(
-                prompt_ids=job.prompt.ids or "", salt=job.salt, seed=job.seed, request_id=job.request_id
+                prompt_ids=job.prompt.ids or "",
+                escape=job.prompt.escape,
+                salt=job.salt,
+                seed=job.seed,
+                request_id=job.request_id,
             )
         return UpstreamRequest(
-            method="POST",
+            method=job.request.method,
             origin=origin,
-            path=prefix + job.request.endpoint,
+            path=prefix + job.request.path,
             headers=headers,
             body=job.request.upstream_body(extra),
             timeouts=self._timeouts,
         )
 
-    async def _pass_refusal(self, response: UpstreamResponse, replica_id: str, held: _Held, reply: Reply) -> None:
+    async def _pass_refusal(
+        self, response: UpstreamResponse, job: Job, replica_id: str, held: _Held, reply: Reply
+    ) -> None:
         """A status other than 200: the client's mistake passes through, a busy or broken replica is left for another."""
         status = response.status
         headers = dict(response.headers)
@@ -211,16 +303,13 @@ class Dispatcher:
             held.outcome = Outcome.BUSY
             wait_s = min(wait_s if wait_s is not None else 1.0, _MAX_BUSY_S)
             self._router.busy(replica_id, self._clock() + wait_s)
-            raise _TryElsewhere(_all_busy(wait_s))
-        if status in (401, 403) or status >= 500 or status < 400:
-            held.outcome = Outcome.FAILED
-            raise _TryElsewhere(_bad_upstream(f"A replica answered with status {status}."))
+            raise _TryElsewhere(all_busy(wait_s))
+        if status in (401, 403) or (status >= 500 and status != 501) or status < 400:
+            raise held.failed(bad_upstream(f"A replica answered with status {status}."))
         try:
-            body = await response.read(_MAX_ERROR_BYTES)
-            parse_usage(body)
+            status, body = passed_on(status, await response.read(_MAX_ERROR_BYTES), job.request)
         except (UpstreamError, msgspec.MsgspecError) as error:
-            held.outcome = Outcome.FAILED
-            raise _TryElsewhere(_bad_upstream("A replica refused the request without saying why.")) from error
+            raise held.failed(bad_upstream("A replica refused the request without saying why.")) from error
         held.outcome = Outcome.CLIENT_ERROR
         await reply.json(status, body)
 
@@ -229,30 +318,50 @@ class Dispatcher:
     ) -> None:
         try:
             body = await response.read(_MAX_ANSWER_BYTES)
-            usage = parse_usage(body)
+            usage = self._read_response(body, job, record) if job.request.is_response else parse_usage(body)
         except (UpstreamError, msgspec.MsgspecError) as error:
-            held.outcome = Outcome.FAILED
-            raise _TryElsewhere(_upstream_error(error)) from error
+            raise held.failed(error) from error
         held.answered()
-        record.first_byte_s = self._clock() - record.started_at
-        await reply.json(200, body, _decision_headers(job, record.decision))
+        elapsed_s = self._clock() - record.started_at
+        if job.request.generates:
+            record.first_byte_s = elapsed_s
+        await reply.json(200, body, _answer_headers(job, record, elapsed_s))
         self._settle(usage, held, record)
 
+    def _read_response(self, body: bytes, job: Job, record: Record) -> Usage | None:
+        """Of a new response its usage; one that was there already is counted no second time."""
+        response = parse_response(body)
+        if job.request.subpath:
+            return None
+        self._remember(response.id, job, record)
+        return response.usage.in_completions_words() if response.usage is not None else None
+
+    def _remember(self, response_id: str, job: Job, record: Record) -> None:
+        """Where a response was made, and where the one that it followed must have been known."""
+        assert record.decision is not None
+        home = Home(record.decision.replica_id, job.request.model)
+        for name in (response_id, job.request.follows if job.home is None else None):
+            if name:
+                self._homes.made(job.owner, name, home)
+
     async def _relay_stream(
-        self, response: UpstreamResponse, job: Job, held: _Held, reply: Reply, record: Record
+        self, response: UpstreamResponse, job: Job, held: _Held, reply: Reply, record: Record, patience: _Patience
     ) -> None:
-        relay = SseRelay(strip_usage=not job.request.include_usage)
+        relay = ResponseRelay() if job.request.is_response else SseRelay(strip_usage=not job.request.include_usage)
         try:
             _require_event_stream(response)
             data = await _first_output(response, relay)
         except (UpstreamError, ApiError) as error:
-            held.outcome = Outcome.FAILED
-            raise _TryElsewhere(_upstream_error(error)) from error
+            raise held.failed(error) from error
 
         held.answered()
+        patience.end()
+        if isinstance(relay, ResponseRelay) and not job.request.subpath:
+            self._remember(relay.response_id, job, record)
         last = self._clock()
         record.first_byte_s = last - record.started_at
-        await reply.start(200, [*_STREAM_HEADERS, *_decision_headers(job, record.decision)])
+        if reply.status is None:
+            await reply.start(200, [*_STREAM_HEADERS, *_answer_headers(job, record, record.first_byte_s)])
         try:
             await reply.chunk(data)
             while not relay.done and (data := await _next_output(response, relay)):
@@ -260,40 +369,41 @@ class Dispatcher:
                 self._on_gap(job.request.model, now - last)
                 last = now
                 await reply.chunk(data)
-        except UpstreamError:
+        except UpstreamError as error:
             complete = False
+            if isinstance(error, UpstreamClosed):
+                self._quarantine.crashed(job.fingerprint, self._clock())
         else:
             complete = relay.done
         if not complete:
             held.outcome = Outcome.FAILED
             record.error_code = "upstream_lost"
-            await reply.end(error_event("The replica was lost in the middle of this answer.", code="upstream_lost"))
+            message = "The replica was lost in the middle of this answer."
+            await reply.end(relay.error_event(message, code="upstream_lost"))
             return
         await reply.end()
-        self._settle(relay.usage, held, record)
+        self._settle(relay.usage if not job.request.subpath else None, held, record)
         await _read_to_end(response)
 
     def _settle(self, usage: Usage | None, held: _Held, record: Record) -> None:
         held.outcome = Outcome.OK
-        record.usage = usage
-        if usage is not None:
-            held.cached_tokens = usage.cached_tokens
+        record.usage = held.usage = usage
 
 
-async def _first_output(response: UpstreamResponse, relay: SseRelay) -> bytes:
-    """Everything up to and with the first event that carries a part of the answer: comments before it commit nothing."""
+async def _first_output(response: UpstreamResponse, relay: EventRelay) -> bytes:
+    """Everything up to and with the first event that carries a part of the answer: what comes before it commits nothing."""
     output = b""
     while not relay.events:
         data = await _next_output(response, relay)
         if not data:
-            raise _bad_upstream("A replica ended its stream before it began.")
+            raise bad_upstream("A replica ended its stream before it began.")
         output += data
-        if len(output) > MAX_EVENT_BYTES:
-            raise _bad_upstream("A replica sent comments without an end.")
+        if len(output) > 2 * relay.max_event_bytes:
+            raise bad_upstream("A replica did not begin its answer.")
     return output
 
 
-async def _next_output(response: UpstreamResponse, relay: SseRelay) -> bytes:
+async def _next_output(response: UpstreamResponse, relay: EventRelay) -> bytes:
     """The next bytes for the client; b'' at the end. Chunks that hold nothing for it are passed over."""
     while (chunk := await response.read_chunk()) is not None:
         if data := relay.feed(chunk):
@@ -311,7 +421,7 @@ async def _read_to_end(response: UpstreamResponse) -> None:
 def _require_event_stream(response: UpstreamResponse) -> None:
     kind = dict(response.headers).get(b"content-type", b"")
     if not kind.startswith(b"text/event-stream"):
-        raise _bad_upstream("A replica answered a stream request with something else.")
+        raise bad_upstream("A replica answered a stream request with something else.")
 
 
 def _retry_after(headers: Mapping[bytes, bytes]) -> float | None:
@@ -324,41 +434,16 @@ def _retry_after(headers: Mapping[bytes, bytes]) -> float | None:
         return 1.0
 
 
-def _decision_headers(job: Job, decision: Decision | None) -> list[Header]:
-    if not job.debug or decision is None:
-        return []
+def _answer_headers(job: Job, record: Record, elapsed_s: float) -> list[Header]:
+    headers = [(b"openai-processing-ms", b"%d" % (1000 * elapsed_s))]
+    if job.debug and record.decision is not None:
+        headers.append(_decision_header(record.decision))
+    return headers
+
+
+def _decision_header(decision: Decision) -> Header:
     value = (
         f'replica="{decision.replica_id}", matched={decision.matched_tokens}, prompt={decision.prompt_tokens}, '
         f'reason="{decision.reason}"'
     )
-    return [(b"x-warmpath-decision", value.encode("latin-1", "replace"))]
-
-
-def _bad_upstream(message: str) -> ApiError:
-    return ApiError(502, "bad_upstream", message)
-
-
-def _upstream_error(error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, ConnectFailed):
-        return ApiError(503, "no_replica", "No replica of this model can be reached.", retry_after_s=1.0)
-    if isinstance(error, UpstreamTimeout):
-        return ApiError(504, "upstream_timeout", "No replica gave a first token in time.")
-    return _bad_upstream("A replica broke off before it answered.")
-
-
-def unroutable(why: Unroutable, model: str) -> ApiError:
-    if why.code == "model_not_found":
-        return ApiError(404, "model_not_found", f"The model '{model}' does not exist.", param="model")
-    if why.code == "capacity":
-        return _all_busy(why.retry_after_s)
-    return ApiError(
-        503, "no_replica", f"No replica of '{model}' can take requests now.", retry_after_s=why.retry_after_s
-    )
-
-
-def _all_busy(retry_after_s: float) -> ApiError:
-    return ApiError(
-        429, "capacity", "All replicas of this model are busy. Try again later.", retry_after_s=retry_after_s
-    )
+    return b"x-warmpath-decision", value.encode("latin-1", "replace")

@@ -10,11 +10,12 @@ Knows no clock (`now` is monotonic seconds) and nothing of tokens, tenants or ot
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Admitted", "Refused", "RequestLimiter"]
+__all__ = ["Admitted", "Refused", "RequestLimiter", "limit_headers"]
 
 _WINDOW_S: Final = 60.0
 
@@ -33,6 +34,24 @@ class Refused:
     retry_after_s: float
     """Until one more request would be admitted."""
     reset_s: float
+
+
+def limit_headers(verdict: Admitted | Refused) -> list[tuple[bytes, bytes]]:
+    """How a client that paces itself learns where it stands, as OpenAI says it."""
+    remaining = verdict.remaining if isinstance(verdict, Admitted) else 0
+    return [
+        (b"x-ratelimit-limit-requests", b"%d" % verdict.limit),
+        (b"x-ratelimit-remaining-requests", b"%d" % remaining),
+        (b"x-ratelimit-reset-requests", _duration(verdict.reset_s)),
+    ]
+
+
+def _duration(seconds: float) -> bytes:
+    """``12ms``, ``1s``, ``1m3s``; never shorter than it is."""
+    if seconds < 1:
+        return b"%dms" % math.ceil(seconds * 1000)
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return b"%dm%ds" % (minutes, rest) if minutes else b"%ds" % rest
 
 
 class RequestLimiter:

@@ -1,4 +1,4 @@
-"""OpenAI request and error shapes as typed values. Pure: bytes in, values and bytes out.
+"""OpenAI request and answer shapes as typed values. Pure: bytes in, values and bytes out.
 
 A body is scanned once. What the gateway acts on becomes typed values; `messages`, `prompt` and everything it does not know
 stay raw bytes and reach the replica as the client wrote them. Fields are added by splicing, never by encoding the body anew.
@@ -6,68 +6,52 @@ stay raw bytes and reach the replica as the client wrote them. Fields are added 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
 
+from gateway.api_error import ApiError
+from gateway.json_body import decode_object, invalid_json
+
 __all__ = [
-    "ApiError",
+    "ENDPOINTS",
     "Endpoint",
     "GenerationRequest",
+    "Response",
+    "ResponseUsage",
     "Usage",
-    "error_body",
-    "model_body",
-    "model_list_body",
     "parse_request",
+    "parse_response",
     "parse_usage",
 ]
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+Endpoint = Literal[
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize"
+]
+
+_PROMPT_FIELDS: Final[Mapping[Endpoint, str | None]] = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/embeddings": "input",
+    "/v1/responses": None,  # `input` is one way of several to say what is asked
+    "/tokenize": None,  # `prompt` or `messages`
+    "/detokenize": "tokens",
+}
+"""The field without which there is nothing to answer."""
+
+ENDPOINTS: Final = frozenset(_PROMPT_FIELDS)
+"""Where replicas are asked. All of them take POST."""
+
+_STREAMING: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_USAGE_ON_REQUEST: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Streams that end with their usage only if ``stream_options`` asks for it. Responses always do."""
+
+_MAX_ITEMS: Final = 2048
+"""Messages, parts of messages, inputs: each costs a step of its own, here and at the replica. OpenAI's limit for inputs."""
 
 _REFUSED: Final = ("chat_template", "cache_salt", "prompt_embeds", "kv_transfer_params", "truncate_prompt_tokens")
 """Fields that would reach into a replica's inside: templates run code, salts and transfers name other people's cache."""
-
-_TYPE_BY_STATUS: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    499: "request_cancelled",
-}
-
-
-class ApiError(Exception):
-    """An answer other than success, in OpenAI's shape. The one exception that reaches the edge of a request."""
-
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.param = param
-        self.retry_after_s = retry_after_s
-
-    @property
-    def type(self) -> str:
-        if self.status >= 500:
-            return "server_error"
-        return _TYPE_BY_STATUS.get(self.status, "invalid_request_error")
-
-    def body(self) -> bytes:
-        return error_body(self.message, type_=self.type, code=self.code, param=self.param)
-
-
-def error_body(message: str, *, type_: str, code: str, param: str | None = None) -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
 
 
 class _StreamOptions(msgspec.Struct):
@@ -83,6 +67,10 @@ class _Body(msgspec.Struct):
     model: str
     messages: msgspec.Raw = _ABSENT
     prompt: msgspec.Raw = _ABSENT
+    input: msgspec.Raw = _ABSENT
+    tokens: msgspec.Raw = _ABSENT
+    previous_response_id: msgspec.Raw = _ABSENT
+    conversation: msgspec.Raw = _ABSENT
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     seed: int | None = None
@@ -98,40 +86,57 @@ _body_decoder = msgspec.json.Decoder(_Body)
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat or text completion request whose outer shape is valid."""
+    """A request to replicas whose outer shape is valid."""
 
     endpoint: Endpoint
     model: str
-    stream: bool
-    include_usage: bool
+    method: Literal["GET", "POST", "DELETE"] = "POST"
+    subpath: str = ""
+    """What follows the endpoint in the path, and the query: of a response that is there already."""
+    stream: bool = False
+    include_usage: bool = False
     """Whether the client asked for the usage chunk of a stream."""
-    has_stream_options: bool
-    seed: int | None
-    body: bytes
+    has_stream_options: bool = False
+    seed: int | None = None
+    follows: str | None = None
+    """Id of the response or conversation that this one goes on from."""
+    body: bytes = b""
 
     @property
     def is_chat(self) -> bool:
         return self.endpoint == "/v1/chat/completions"
 
+    @property
+    def is_response(self) -> bool:
+        return self.endpoint == "/v1/responses"
+
+    @property
+    def generates(self) -> bool:
+        """Whether its answer is tokens that are computed one after the other."""
+        return self.endpoint in _STREAMING and not self.subpath
+
+    @property
+    def path(self) -> str:
+        return self.endpoint + self.subpath
+
     def fields(self) -> dict[str, Any]:
-        """The whole body decoded, for rendering a chat template. Raises `ApiError` 400 for what the first scan skipped."""
-        try:
-            decoded: dict[str, Any] = msgspec.json.decode(self.body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _not_json(error) from error
-        return decoded
+        """The whole body decoded. Raises `ApiError` 400 for what the first scan skipped."""
+        fields = decode_object(self.body)
+        _require_few_items(fields)
+        return fields
 
     def upstream_body(self, extra: dict[str, Any]) -> bytes:
         """The client's bytes with `extra` fields put in front, and with usage asked for in every stream."""
         body = self.body
-        if self.stream and not self.include_usage:
+        if self.stream and not self.include_usage and self.endpoint in _USAGE_ON_REQUEST:
             extra = {**extra, "stream_options": {"include_usage": True}}
             if self.has_stream_options:
                 body = _without(body, "stream_options")
         if not extra:
             return body
         head = msgspec.json.encode(extra)
-        return head[:-1] + b"," + body[body.index(b"{") + 1 :]
+        # Both may be long, so each is copied once.
+        return b"".join((memoryview(head)[:-1], b",", memoryview(body)[body.index(b"{") + 1 :]))
 
 
 def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> GenerationRequest:
@@ -143,15 +148,12 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
         fields = _body_decoder.decode(body)
     except msgspec.ValidationError as error:
         raise ApiError(400, "invalid_type", f"Invalid request: {error}", param=_param_of(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _not_json(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid_json(str(error)) from error
+    except RecursionError as error:
+        raise invalid_json("it is nested too deeply") from error
     _refuse_inner_fields(fields, open_access=open_access)
-    wanted = "messages" if endpoint == "/v1/chat/completions" else "prompt"
-    value = bytes(getattr(fields, wanted))
-    if not value:
-        raise ApiError(400, "missing_required_parameter", f"Missing required parameter: '{wanted}'.", param=wanted)
-    if wanted == "messages" and not value.startswith(b"["):
-        raise ApiError(400, "invalid_type", "'messages' must be a list of messages.", param=wanted)
+    _require_prompt(endpoint, fields)
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(
             400, "invalid_value", "'stream_options' is only allowed when 'stream' is true.", param="stream_options"
@@ -159,17 +161,57 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
     return GenerationRequest(
         endpoint=endpoint,
         model=fields.model,
-        stream=bool(fields.stream),
+        stream=bool(fields.stream) and endpoint in _STREAMING,
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         has_stream_options=fields.stream_options is not None,
         seed=fields.seed,
+        follows=_followed(fields) if endpoint == "/v1/responses" else None,
         body=body,
     )
 
 
-def _not_json(error: Exception) -> ApiError:
-    why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-    return ApiError(400, "invalid_json", f"The request body is not valid JSON: {why}")
+def _require_prompt(endpoint: Endpoint, fields: _Body) -> None:
+    wanted = _PROMPT_FIELDS[endpoint]
+    if wanted is None:
+        return
+    value = bytes(getattr(fields, wanted))
+    if value in (b"", b"null"):
+        raise ApiError(400, "missing_required_parameter", f"Missing required parameter: '{wanted}'.", param=wanted)
+    if wanted == "messages" and not value.startswith(b"["):
+        raise ApiError(400, "invalid_type", "'messages' must be a list of messages.", param=wanted)
+
+
+def _require_few_items(fields: Mapping[str, Any]) -> None:
+    for name in ("messages", "input"):
+        items = fields.get(name)
+        if not isinstance(items, list) or not items or type(items[0]) is int:
+            continue
+        num_items = len(items)
+        for item in items:
+            if type(item) is dict and type(content := item.get("content")) is list:
+                num_items += len(content)
+        if num_items > _MAX_ITEMS:
+            raise ApiError(
+                400, "invalid_value", f"'{name}' may hold {_MAX_ITEMS} items and parts of content.", param=name
+            )
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+_followed_decoder: msgspec.json.Decoder[str | _Named | None] = msgspec.json.Decoder(str | _Named | None)
+
+
+def _followed(fields: _Body) -> str | None:
+    for raw in (fields.previous_response_id, fields.conversation):
+        try:
+            named = _followed_decoder.decode(raw) if bytes(raw) else None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue  # the replica says what is wrong with it
+        if named is not None:
+            return named if isinstance(named, str) else named.id
+    return None
 
 
 def _refuse_inner_fields(fields: _Body, *, open_access: bool) -> None:
@@ -195,14 +237,14 @@ def _without(body: bytes, name: str) -> bytes:
     return msgspec.json.encode(members)
 
 
-class _PromptDetails(msgspec.Struct):
+class _CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: _PromptDetails | None = None
+    prompt_tokens_details: _CachedTokens | None = None
 
     @property
     def cached_tokens(self) -> int | None:
@@ -210,27 +252,37 @@ class Usage(msgspec.Struct, frozen=True):
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
 
+class ResponseUsage(msgspec.Struct, frozen=True):
+    """The same in a Response's words."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tokens_details: _CachedTokens | None = None
+
+    def in_completions_words(self) -> Usage:
+        return Usage(self.input_tokens, self.output_tokens, self.input_tokens_details)
+
+
 class _Answer(msgspec.Struct):
     usage: Usage | None = None
 
 
+class Response(msgspec.Struct):
+    """What the gateway reads of an answer of ``/v1/responses``."""
+
+    id: str = ""
+    usage: ResponseUsage | None = None
+
+
 _answer_decoder = msgspec.json.Decoder(_Answer)
+_response_decoder = msgspec.json.Decoder(Response)
 
 
 def parse_usage(answer: bytes) -> Usage | None:
-    """Usage of a whole JSON answer. Raises ValueError when the bytes are no JSON object."""
+    """Usage of a whole JSON answer. Raises `msgspec.MsgspecError` when the bytes are no JSON object."""
     return _answer_decoder.decode(answer).usage
 
 
-def model_list_body(models: Iterable[tuple[str, float]]) -> bytes:
-    """The answer to ``GET /v1/models`` from (id, created) pairs."""
-    return msgspec.json.encode({"object": "list", "data": [_model(name, created) for name, created in models]})
-
-
-def model_body(name: str, created: float) -> bytes:
-    """The answer to ``GET /v1/models/{id}``."""
-    return msgspec.json.encode(_model(name, created))
-
-
-def _model(name: str, created: float) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": int(created), "owned_by": "warmpath"}
+def parse_response(answer: bytes) -> Response:
+    """Of a whole answer of ``/v1/responses``. Raises as `parse_usage` does."""
+    return _response_decoder.decode(answer)

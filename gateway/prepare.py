@@ -1,26 +1,36 @@
 """A valid request → what the router compares: the names of its prompt's blocks. Tokenizes once; the ids travel on.
 
 Pools whose replicas publish a tokenizer are matched by token blocks; all others by chunks of text (`router.text_key`).
+What would hold the event loop for longer than `_LOOP_S` is done in a thread; the hop there and back takes 0.1 ms, so the rest
+is done where it is.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
-from gateway.openai import ApiError, GenerationRequest
-from router import BlockName, Pool, Query, block_names, chunk_names, root_name
+from gateway.api_error import ApiError
+from gateway.openai import GenerationRequest
+from router import BlockName, NameCache, Pool, Query, chunk_names, root_name
+from router.chat_rules import check_chat
 from router.prompt import Prompter, PromptError, TokenizerFiles, load_prompter
-from router.text_key import BYTES_PER_TOKEN, canonical_text
+from router.text_key import canonical_text
 from router.wire import encode_ids, pack_ids
 
 __all__ = ["PreparedPrompt", "Preparer", "Prompters"]
 
-_LONG_BODY_BYTES: Final = 8 << 10
-"""Above this a never-seen text takes more than about 2 ms to tokenize, and leaves the event loop."""
+_LOOP_S: Final = 0.0015
+"""The longest that a request may hold the event loop here, as far as it can be told beforehand."""
+_TEXT_S_PER_BYTE: Final = 3e-9
+_TEXT_S_PER_MESSAGE: Final = 4e-6
+"""What the text key of a body costs."""
+_NAME_CACHE_BYTES: Final = 32 << 20
+"""Names of 12 million tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +40,10 @@ class PreparedPrompt:
     """Exact in a token pool, an estimate from bytes in a text pool."""
     ids: str | None
     """base64 of the u32le ids, for own workers; None when the replica renders and tokenizes itself."""
+    escape: bool = False
+    """Whether special tokens in the texts of messages are text, for a replica that renders them itself."""
+    num_bytes: int = 0
+    """Of its canonical text, in a text pool."""
 
     def query(self, request: GenerationRequest, exclude: frozenset[str] = frozenset()) -> Query:
         """What to ask the router. `exclude`: replicas that were tried already."""
@@ -37,73 +51,96 @@ class PreparedPrompt:
             model=request.model,
             names=self.names,
             num_tokens=self.num_tokens,
+            num_bytes=self.num_bytes,
             exclude=exclude,
             streamed=request.stream,
         )
 
 
 class Prompters:
-    """Tokenizers by digest, loaded once, in a thread. Replicas of one model share one."""
+    """Tokenizers by digest, loaded once, in a thread of their own. Replicas of one model share one."""
 
-    def __init__(self, executor: ThreadPoolExecutor) -> None:
-        self._executor = executor
+    def __init__(self) -> None:
         self._loaded: dict[str, Prompter] = {}
+        self._loading = asyncio.Lock()
 
     def get(self, digest: str) -> Prompter | None:
         return self._loaded.get(digest)
 
     async def load(self, files: TokenizerFiles) -> str:
         """Digest under which the tokenizer can be had from now on. Raises `TokenizerError` for bad files."""
-        digest = files.digest
-        if digest not in self._loaded:
-            loop = asyncio.get_running_loop()
-            self._loaded[digest] = await loop.run_in_executor(self._executor, load_prompter, files)
+        digest = await asyncio.to_thread(lambda: files.digest)
+        async with self._loading:  # the replicas of a model come at once, and bring the same one
+            if digest not in self._loaded:
+                self._loaded[digest] = await asyncio.to_thread(load_prompter, files)
         return digest
 
 
 class Preparer:
-    def __init__(self, prompters: Prompters, executor: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, prompters: Prompters, executor: ThreadPoolExecutor, escapes: Callable[[str], bool] = lambda model: False
+    ) -> None:
+        """`escapes`: of which models special tokens in the texts of messages are text."""
         self._prompters = prompters
         self._executor = executor
+        self._escapes = escapes
+        self._names = NameCache(_NAME_CACHE_BYTES)
 
     async def prepare(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         """Raises `ApiError` 400 for a prompt that cannot be rendered."""
-        if len(request.body) <= _LONG_BODY_BYTES:
-            return self._prepare(request, pool, salt)
+        prompter = self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None
+        if _seconds(request, prompter) <= _LOOP_S:
+            return self.prepare_now(request, pool, salt)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._prepare, request, pool, salt)
+        return await loop.run_in_executor(self._executor, self.prepare_now, request, pool, salt)
 
-    def _prepare(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
+    def prepare_now(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
+        """The same, in the caller's thread. Any thread may call it."""
         root = root_name(model=pool.model, revision=pool.revision, adapter=pool.adapter, salt=salt)
         prompter = self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None
+        escape = pool.key_space == "tokens" and self._escapes(pool.model)
         try:
             if prompter is None:
                 text = canonical_text(request.fields())
-                return PreparedPrompt(chunk_names(text, root), len(text) // BYTES_PER_TOKEN + 1, ids=None)
-            ids, single = _token_ids(request, prompter)
+                num_tokens = int(len(text) / pool.bytes_per_token) + 1
+                names = chunk_names(text, root)
+                return PreparedPrompt(names, num_tokens, ids=None, escape=escape, num_bytes=len(text))
+            packed, single = _packed_ids(request, prompter, escape)
         except PromptError as error:
-            raise ApiError(400, "invalid_prompt", str(error)) from error
-        packed = pack_ids(ids)
-        names = block_names(packed, root, pool.block_size)
-        return PreparedPrompt(names, len(ids), ids=encode_ids(packed) if single else None)
+            raise ApiError(400, error.code, str(error), param=error.param) from error
+        names = self._names.names(packed, root, pool.block_size)
+        return PreparedPrompt(names, len(packed) // 4, ids=encode_ids(packed) if single else None, escape=escape)
 
 
-def _token_ids(request: GenerationRequest, prompter: Prompter) -> tuple[Any, bool]:
-    """Ids to route by, and whether they are the whole prompt. A body with several prompts is routed by its first."""
+def _seconds(request: GenerationRequest, prompter: Prompter | None) -> float:
+    """What preparing it will cost if nothing of it was seen before."""
+    num_bytes = len(request.body)
+    num_messages = request.body.count(b'"role"')
+    if prompter is None:
+        return num_bytes * _TEXT_S_PER_BYTE + num_messages * _TEXT_S_PER_MESSAGE
+    return prompter.seconds(num_bytes, num_messages)
+
+
+def _packed_ids(request: GenerationRequest, prompter: Prompter, escape: bool) -> tuple[bytes, bool]:
+    """Ids as u32le to route by, and whether they are the whole prompt. A body with several prompts is routed by its first.
+
+    `escape` is for messages: a plain prompt is written by who knows the model's tokens, and means them.
+    """
     fields = request.fields()
     if request.is_chat:
-        return prompter.encode_chat(fields, now=datetime.now(UTC)), True
+        check_chat(fields)
+        return prompter.pack_chat(fields, now=datetime.now(UTC), escape=escape), True
     prompt = fields["prompt"]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         first, single = prompt[0], len(prompt) == 1
     else:
         first, single = prompt, True
     if isinstance(first, str):
-        return prompter.encode_text(first), single
+        return prompter.pack_text(first, fields.get("add_special_tokens") is not False), single
     if (
         isinstance(first, list)
         and first
         and all(type(token) is int and 0 <= token <= prompter.max_id for token in first)
     ):
-        return first, single
+        return pack_ids(first), single
     raise PromptError("'prompt' must be a string, a list of strings, a list of token ids or a list of such lists.")

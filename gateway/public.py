@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -11,37 +13,53 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gateway.hotpath import ENDPOINTS, authenticate
+from gateway.api_error import ApiError
+from gateway.failures import unroutable
+from gateway.hotpath import authenticate
 from gateway.keys import KeyStore
-from gateway.openai import ApiError, model_body, model_list_body
+from gateway.model_cards import ModelCards
+from gateway.openai import ENDPOINTS
 from gateway.rest import answer_error, answer_framework_error, with_request_id
-from router import Router
+from router import Pool, Router, Unroutable
 
 __all__ = ["public_app"]
 
 
-def public_app(router: Router, keys: KeyStore | None, unix_time: Callable[[float], float]) -> ASGIApp:
+def public_app(
+    router: Router, cards: ModelCards, keys: KeyStore | None, unix_time: Callable[[float], float]
+) -> ASGIApp:
     """`keys`: None when the gateway is open. `unix_time`: of a time on the router's clock."""
+
+    def entry(pool: Pool) -> dict[str, Any]:
+        return cards.entry(pool.model, unix_time(pool.created))
 
     async def list_models(request: Request) -> Response:
         authenticate(keys, request.scope)
         pools = filter(None, map(router.pool, router.models()))
-        return _json(model_list_body((pool.model, unix_time(pool.created)) for pool in pools))
+        return _json({"object": "list", "data": list(map(entry, pools))})
 
     async def show_model(request: Request) -> Response:
         authenticate(keys, request.scope)
         model: str = request.path_params["model"]
         pool = router.pool(model)
         if pool is None:
-            raise ApiError(404, "model_not_found", f"The model '{model}' does not exist.", param="model")
-        return _json(model_body(pool.model, unix_time(pool.created)))
+            raise unroutable(Unroutable("model_not_found"), model)
+        return _json(entry(pool))
+
+    async def no_response(request: Request) -> Response:
+        """The hot path takes the calls for ids that can be some."""
+        authenticate(keys, request.scope)
+        raise ApiError(404, "response_not_found", "There is no such response.")
 
     app = Starlette(
         routes=[
             Route("/v1/models", list_models),
             Route("/v1/models/{model:path}", show_model),
+            Route("/v1/responses/{id}", no_response, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{id}/cancel", no_response, methods=["POST"]),
+            Route("/v1/responses/{id}/input_items", no_response),
             Route("/health", _health),
-            *(Route(path, _only_post, methods=["POST"]) for path in ENDPOINTS),
+            *(Route(path, _only_post, methods=["POST"]) for path in sorted(ENDPOINTS)),
         ],
         exception_handlers={ApiError: answer_error, HTTPException: answer_framework_error},
     )
@@ -58,5 +76,5 @@ async def _only_post(_: Request) -> Response:
     raise AssertionError
 
 
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
+def _json(value: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -24,9 +24,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.api_error import ApiError
 from gateway.asgi import ClientGone, error_headers, header, read_body, request_id
 from gateway.keys import KeyRecord, KeyStore
-from gateway.openai import ApiError
 
 __all__ = [
     "Call",

@@ -27,7 +27,11 @@ Examples:
 Settings: flags win over WARMPATH_* variables (WARMPATH_SERVER__PORT=9000), those over the file.
 """
 )
-@click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help="YAML file; deploy/ has samples.")
+@click.option(
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="YAML file; deploy/settings.yaml has every setting.",
+)
 @click.option("--host", help="Address for clients.  [default: 127.0.0.1]")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port for clients.  [default: 8000]")
 @click.option("--admin-port", type=click.IntRange(0, 65535), help="Port of the admin API.  [default: 8001]")

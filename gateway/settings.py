@@ -32,6 +32,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings import SettingsError as EnvironmentFault
 
 from gateway.addresses import AllowList, PortRange, base_url
+from gateway.connection import ListenerLimits
 from gateway.registry import checked_model, checked_replica_id
 from router import PolicyName, RoutingSettings
 from router.wire import ReplicaSpec
@@ -40,6 +41,7 @@ __all__ = [
     "AdminSettings",
     "LeaseSettings",
     "LimitSettings",
+    "PromptSettings",
     "RegistrySettings",
     "ReplicaSettings",
     "RoutingGroup",
@@ -53,6 +55,7 @@ __all__ = [
 
 _PREFIX: Final = "WARMPATH_"
 _ROUTING: Final = RoutingSettings()
+_LISTENER: Final = ListenerLimits()
 _MASK: Final = "**********"
 """What a secret is printed as."""
 
@@ -75,6 +78,7 @@ def _parse_ports(value: object) -> PortRange:
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+SpecialTokens = Literal["parse", "escape"]
 Secret = Annotated[SecretStr | None, BeforeValidator(_unless_masked)]
 """None when not given, and when it is the mask: printed settings can be loaded again, without pretending to a secret."""
 Ports = Annotated[PortRange, PlainValidator(_parse_ports), PlainSerializer(str, return_type=str)]
@@ -95,6 +99,14 @@ class ServerSettings(_Group):
     """About a million tokens of English; more is a mistake or an attack."""
     grace_s: Seconds = 30.0
     """How long running answers may go on after SIGTERM; Kubernetes kills after 30 s by default."""
+    max_connections: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    """None: four fifths of the descriptors that the process may have."""
+    head_s: Seconds = _LISTENER.head_s
+    """How long a request's line and headers may take to arrive."""
+    body_s: Seconds = _LISTENER.body_s
+    """The same for its body, and a second more for every 16 KiB of it."""
+    write_stall_s: Seconds = _LISTENER.write_stall_s
+    """A client that takes nothing of what is sent to it is cut after so long."""
     open: bool = False
     """No keys: for benchmarks and first tries, refused wherever others could reach it."""
 
@@ -103,6 +115,15 @@ class ServerSettings(_Group):
         if self.open and not _is_loopback(self.host):
             raise ValueError("open needs host 127.0.0.1, ::1 or localhost: it would serve everybody who reaches it")
         return self
+
+    @property
+    def limits(self) -> ListenerLimits:
+        return ListenerLimits(
+            max_connections=self.max_connections,
+            head_s=self.head_s,
+            body_s=self.body_s,
+            write_stall_s=self.write_stall_s,
+        )
 
 
 class AdminSettings(_Group):
@@ -150,9 +171,15 @@ class RoutingGroup(_Group):
     prefill_tok_s: Annotated[float, Field(ge=1, le=1e7)] = _ROUTING.prefill_tok_s
     """Prompt tokens a second that a replica is taken to compute until it was measured."""
     learned_tokens: Annotated[int, Field(ge=0, le=1 << 40)] = _ROUTING.learned_tokens
-    """KV tokens that a replica without events is taken to hold; 0 routes those by load alone."""
+    """KV tokens that a replica without events is taken to hold, until it was learned; 0 routes those by load alone."""
     fixed_s: Annotated[float, Field(ge=0, le=60)] = _ROUTING.fixed_s
-    """What a prompt costs a replica even when all of it is cached."""
+    """What a prompt costs a replica even when all of it is cached, until it was learned where it is not told."""
+    running_s: Annotated[float, Field(ge=0, le=1)] = _ROUTING.running_s
+    """What each answer that a replica is writing adds to the wait of a new prompt there, at least."""
+    bytes_per_token: Annotated[float, Field(ge=0.5, le=64)] = _ROUTING.bytes_per_token
+    """Bytes of text that a token stands for where the tokenizer is unknown, until it was learned."""
+    index_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] = _ROUTING.index_bytes
+    """Memory for what replicas hold. Past it goes what was used least recently; 220 bytes a block and replica."""
     w_per_wait_s: Annotated[float, Field(ge=0, le=1000)] = _ROUTING.w_per_wait_s
     """How much more computing again weighs for each second that even the least busy replica would let a prompt wait."""
     saturated_s: Annotated[float, Field(ge=0, le=3600)] = _ROUTING.saturated_s
@@ -172,6 +199,10 @@ class StreamSettings(_Group):
     """Queue and prefill. A CPU replica takes tens of seconds for a long prompt; a client's SDK gives up after 600."""
     idle_s: Seconds = 30.0
     """Between two chunks. A step takes milliseconds; half a minute of silence is a hung replica."""
+    commit_after_s: Seconds = 15.0
+    """A stream that has no first token by then gets its status line, and comments until it has: proxies cut what is silent."""
+    ping_s: Seconds = 10.0
+    """Between two such comments."""
 
 
 class LimitSettings(_Group):
@@ -200,6 +231,19 @@ class RegistrySettings(_Group):
         return AllowList(self.networks, self.ports)
 
 
+class PromptSettings(_Group):
+    """How messages become token ids. Of own workers only: other replicas get the client's bytes and do it their way."""
+
+    special_tokens_in_text: SpecialTokens = "parse"
+    """What a special token is in the text of a message. parse: that token, as in transformers and vLLM. escape: text, so
+    that nobody who writes a message can end it, or speak as the system."""
+    models: dict[Annotated[str, AfterValidator(checked_model)], SpecialTokens] = {}
+    """The same for single models, where it is not that."""
+
+    def escapes(self, model: str) -> bool:
+        return self.models.get(model, self.special_tokens_in_text) == "escape"
+
+
 class Settings(_Group):
     server: ServerSettings = ServerSettings()
     admin: AdminSettings = AdminSettings()
@@ -207,6 +251,7 @@ class Settings(_Group):
     """Keys and secrets. One gateway owns it."""
     replicas: tuple[ReplicaSettings, ...] = ()
     routing: RoutingGroup = RoutingGroup()
+    prompts: PromptSettings = PromptSettings()
     stream: StreamSettings = StreamSettings()
     limits: LimitSettings = LimitSettings()
     leases: LeaseSettings = LeaseSettings()

@@ -1,11 +1,11 @@
-"""The event stream of a completion, as bytes: what the relay must know of it without decoding it.
+"""The event stream of an answer, as bytes: what the relay must know of it without decoding it.
 
 A replica's events go to the client byte for byte. Looking at them answers four questions: has the answer begun, did it
 finish, was its end marker sent, and what did it use. Only whole events come out, so that a comment or an error event can be
 put between any two outputs.
 
-Nearly every event of a stream carries ``"finish_reason":null``, and in JSON those bytes are a key and nothing else: inside a
-string the quotes would be escaped. Such an event is *plain*: not the end marker, not the usage chunk, not an error, and it
+Nearly every event of a completion carries ``"finish_reason":null``, and in JSON those bytes are a key and nothing else: inside
+a string the quotes would be escaped. Such an event is *plain*: not the end marker, not the usage chunk, not an error, and it
 passes unread. Everything else is parsed, which also makes sure that nothing but completion chunks is relayed.
 
 Lines end in LF or CRLF. A lone CR, legal in SSE, is taken for text: no server sends it, and JSON never holds one raw.
@@ -16,14 +16,16 @@ What must hold: outputs and verdicts do not depend on how the bytes were split; 
 from __future__ import annotations
 
 import re
-from typing import Final
+from abc import ABC, abstractmethod
+from typing import ClassVar, Final
 
 import msgspec
 
-from gateway.openai import Usage, error_body
+from gateway.api_error import error_body
+from gateway.openai import Usage
 from gateway.upstream import ProtocolViolation, ReplicaError, UpstreamError
 
-__all__ = ["MAX_EVENT_BYTES", "SseRelay", "error_event"]
+__all__ = ["MAX_EVENT_BYTES", "EventRelay", "SseRelay", "data_of", "error_event"]
 
 MAX_EVENT_BYTES: Final = 1 << 20
 """A replica is untrusted input, and an event waits in memory for its end. Real ones are below 100 KB (logprobs)."""
@@ -49,28 +51,42 @@ def error_event(message: str, *, code: str, type_: str = "server_error") -> byte
     return b"data: " + error_body(message, type_=type_, code=code) + b"\n\n"
 
 
-class SseRelay:
-    """One stream from replica to client.
+class EventRelay(ABC):
+    """One stream of events from replica to client, of whatever dialect: how they are cut out of the bytes, and how it ends.
 
-    Kept from the client: the usage chunk, if `strip_usage`; an error event of the replica and a ``[DONE]`` that no
-    finish_reason preceded, which raise instead; whatever follows the end.
+    Kept from the client: what a dialect keeps from it; a fault, which is raised instead; whatever follows the end.
     """
 
-    __slots__ = ("_failure", "_partial", "_strip_usage", "done", "events", "finished", "usage")
+    __slots__ = ("_failure", "_partial", "done", "events", "usage")
 
-    def __init__(self, *, strip_usage: bool) -> None:
-        """`strip_usage`: the gateway asked for the usage chunk, the client did not."""
-        self._strip_usage = strip_usage
+    max_event_bytes: ClassVar[int] = MAX_EVENT_BYTES
+
+    def __init__(self) -> None:
         self._partial = bytearray()
         self._failure: UpstreamError | None = None
         self.events = 0
         """Events so far that carry a part of the answer. The first one commits the answer and is its time to first token."""
-        self.finished = False
-        """Whether a finish_reason was seen."""
         self.done = False
-        """Whether the stream came to its good end, ``[DONE]``."""
+        """Whether the stream came to its good end."""
         self.usage: Usage | None = None
-        """The newest usage object seen; that of the usage chunk once `done`."""
+        """The newest usage object seen; that of the whole answer once `done`."""
+
+    @staticmethod
+    @abstractmethod
+    def is_plain(event: bytes) -> bool:
+        """Whether a whole event carries a part of the answer and nothing that must be read."""
+
+    @abstractmethod
+    def read(self, event: bytes) -> bool:
+        """Note what an event says that is not plain; whether it goes to the client. Raises `UpstreamError`."""
+
+    @abstractmethod
+    def error_event(self, message: str, *, code: str) -> bytes:
+        """How the stream ends for the client when it fails: nothing follows it."""
+
+    def count_plain(self) -> None:
+        """A plain event passes."""
+        self.events += 1
 
     def feed(self, chunk: bytes) -> bytes:
         """Bytes from the replica → bytes for the client, b'' when no event is complete.
@@ -82,11 +98,11 @@ class SseRelay:
             chunk.find(b"\n\n") == len(chunk) - 2
             and not self._partial
             and chunk.find(b"\r") < 0
-            and _is_plain(chunk)
+            and self.is_plain(chunk)
             and not self.done
             and self._failure is None
         ):
-            self.events += 1
+            self.count_plain()
             return chunk
         return self._feed_events(chunk)
 
@@ -96,10 +112,10 @@ class SseRelay:
             raise self._failure
         tail = bytes(self._partial)
         self._partial.clear()
-        if not _data_of(tail):
+        if not data_of(tail):
             return b""
         event = tail + (b"\n" if tail.endswith(b"\n") else b"\n\n")
-        return event if self._read(event) else b""  # read even if it looks plain: it may be cut
+        return event if self.read(event) else b""  # read even if it looks plain: it may be cut
 
     def _feed_events(self, chunk: bytes) -> bytes:
         if self._failure is not None:
@@ -119,8 +135,8 @@ class SseRelay:
                 return self._fail(error, forward)
         if not self.done:
             self._partial += data[start:]
-            if len(self._partial) > MAX_EVENT_BYTES:
-                return self._fail(_too_long(), forward)
+            if len(self._partial) > self.max_event_bytes:
+                return self._fail(self._too_long(), forward)
         return b"".join(forward)
 
     def _with_partial(self, chunk: bytes) -> bytes:
@@ -144,15 +160,43 @@ class SseRelay:
 
     def _take(self, event: bytes) -> bool:
         """Note what the event says; whether it goes to the client."""
-        if len(event) > MAX_EVENT_BYTES:
-            raise _too_long()
-        if _is_plain(event):
-            self.events += 1
+        if len(event) > self.max_event_bytes:
+            raise self._too_long()
+        if self.is_plain(event):
+            self.count_plain()
             return True
-        return self._read(event)
+        return self.read(event)
 
-    def _read(self, event: bytes) -> bool:
-        data = _data_of(event)
+    def _too_long(self) -> ProtocolViolation:
+        return ProtocolViolation(f"an event of the stream is longer than {self.max_event_bytes} bytes")
+
+
+class SseRelay(EventRelay):
+    """A stream of completion chunks.
+
+    Kept from the client: the usage chunk, if `strip_usage`; an error event of the replica and a ``[DONE]`` that no
+    finish_reason preceded.
+    """
+
+    __slots__ = ("_strip_usage", "finished")
+
+    def __init__(self, *, strip_usage: bool) -> None:
+        """`strip_usage`: the gateway asked for the usage chunk, the client did not."""
+        super().__init__()
+        self._strip_usage = strip_usage
+        self.finished = False
+        """Whether a finish_reason was seen."""
+
+    @staticmethod
+    def is_plain(event: bytes) -> bool:
+        """Whether every finish_reason in it, and there is one, is null; compact or with Python's default separators."""
+        reasons = event.count(b'"finish_reason"')
+        return reasons > 0 and (
+            event.count(b'"finish_reason":null') == reasons or event.count(b'"finish_reason": null') == reasons
+        )
+
+    def read(self, event: bytes) -> bool:
+        data = data_of(event)
         if not data:
             return True  # a comment, or fields that are not for us
         if data == b"[DONE]":
@@ -170,16 +214,11 @@ class SseRelay:
         self.events += 1
         return True
 
-
-def _is_plain(event: bytes) -> bool:
-    """Whether every finish_reason in it, and there is one, is null; in compact JSON or with Python's default separators."""
-    reasons = event.count(b'"finish_reason"')
-    return reasons > 0 and (
-        event.count(b'"finish_reason":null') == reasons or event.count(b'"finish_reason": null') == reasons
-    )
+    def error_event(self, message: str, *, code: str) -> bytes:
+        return error_event(message, code=code)
 
 
-def _data_of(event: bytes) -> bytes:
+def data_of(event: bytes) -> bytes:
     """The event's data, b'' if it has none. White space around it means nothing in JSON and is left out."""
     return b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
 
@@ -194,7 +233,3 @@ def _decode(data: bytes) -> _Chunk:
     if chunk.choices is None:
         raise ProtocolViolation("an event of the stream is no completion chunk")
     return chunk
-
-
-def _too_long() -> ProtocolViolation:
-    return ProtocolViolation(f"an event of the stream is longer than {MAX_EVENT_BYTES} bytes")

@@ -132,9 +132,12 @@ class Telemetry:
             model.ttft.observe(record.first_byte_s)
         if record.usage is None:
             return
-        model.prompt_tokens.inc(record.usage.prompt_tokens)
-        model.completion_tokens.inc(record.usage.completion_tokens)
+        # Counters only rise, and a replica may say anything.
+        prompt_tokens = max(record.usage.prompt_tokens, 0)
+        model.prompt_tokens.inc(prompt_tokens)
+        model.completion_tokens.inc(max(record.usage.completion_tokens, 0))
         if (reported := record.usage.cached_tokens) is not None:
+            reported = min(max(reported, 0), prompt_tokens)
             predicted = record.decision.matched_tokens
             model.predicted.inc(predicted)
             model.reported.inc(reported)
@@ -273,6 +276,21 @@ _REPLICA_GAUGES: Final[dict[str, tuple[str, Callable[[ReplicaView], float | None
         "KV blocks there are.",
         lambda replica: replica.hello.capacity_blocks if replica.hello is not None else None,
     ),
-    "indexed_blocks": ("Blocks the router knows it to hold.", lambda replica: replica.confirmed_blocks),
-    "prefill_tokens_per_second": ("Measured prefill rate.", lambda replica: replica.prefill_tok_s),
+    "indexed_blocks": ("Blocks that it says it holds.", lambda replica: replica.confirmed_blocks),
+    "expected_blocks": ("Blocks that it should hold by what was sent there.", lambda replica: replica.expected_blocks),
+    "capacity_tokens": (
+        "Tokens its cache is taken to hold: as it says, else as learned, else the setting.",
+        lambda replica: replica.capacity_tokens,
+    ),
+    "prefill_tokens_per_second": ("Prefill rate, as it says or as learned.", lambda replica: replica.prefill_tok_s),
+    "fixed_seconds": ("Learned cost of a prompt that is cached.", lambda replica: replica.fixed_s),
+    "bytes_per_token": ("Learned size of a token where tokens are unknown.", lambda replica: replica.bytes_per_token),
+    "cached_tokens_precision": (
+        "Share of the predicted cached tokens that it reported.",
+        lambda replica: replica.accuracy.precision,
+    ),
+    "cached_tokens_recall": (
+        "Share of the reported cached tokens that were predicted.",
+        lambda replica: replica.accuracy.recall,
+    ),
 }

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -325,14 +326,20 @@ def _tell(connection: Connection, model: str, children: Children) -> None:
         f"""
   curl -N {connection.base_url}/chat/completions \\
     -H 'authorization: Bearer {connection.api_key}' -H 'content-type: application/json' \\
-    -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    -d '{{"model": "{model}", "stream": true, "temperature": 0,
+         "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 """
     )
     for child in children.running:
         for line in child.log_lines():
             if line.startswith("running "):
                 click.echo(f"  {child.name}: {line}")
-    click.echo("  live table: warmpath replicas --watch      end: Ctrl-C")
+    click.echo(f"  live table: {_command()} replicas --watch      end: Ctrl-C")
+
+
+def _command() -> str:
+    """What to type for `warmpath`: its name, or where it is if that is not on the PATH."""
+    return "warmpath" if shutil.which("warmpath") else os.path.relpath(Path(sys.executable).with_name("warmpath"))
 
 
 def _prepare_connection(plan: Plan) -> Connection:

@@ -2,11 +2,14 @@
 
 An own worker is followed through its event stream, whose `Load` frames are also its sign of life. A foreign replica is
 asked for its health. Losing a stream costs hits, never answers: the router falls back to what was routed there.
+
+What replicas send is taken in by turns (`gateway.turns`), so that neither a snapshot nor a flood holds the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -14,7 +17,9 @@ from typing import Final, Never
 
 import msgspec
 
+from gateway.model_cards import ModelCard, ModelCards, parse_models
 from gateway.prepare import Prompters
+from gateway.turns import Turns
 from gateway.upstream import (
     ConnectFailed,
     Origin,
@@ -41,7 +46,8 @@ _FIRST_RETRY_S: Final = 0.1
 _LONGEST_RETRY_S: Final = 5.0
 _MAX_TOKENIZER_BYTES: Final = 64 << 20
 _MAX_MODELS_BYTES: Final = 1 << 20
-_MAX_SNAPSHOT_FRAMES: Final = 4096
+_MAX_SNAPSHOT_FRAMES: Final = 1024
+"""Of 7,000 names each: far more than a replica that is followed can hold."""
 
 
 class _Lost(Exception):
@@ -52,22 +58,24 @@ class _Mismatch(Exception):
     """The replica is not what its pool needs. Asking again soon will not help."""
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 class Watcher:
     """Starts, owns and ends the tasks. All knowledge goes into the router."""
 
-    def __init__(self, router: Router, upstream: Upstream, prompters: Prompters, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        upstream: Upstream,
+        prompters: Prompters,
+        cards: ModelCards,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
         self._router = router
         self._upstream = upstream
         self._prompters = prompters
+        self._cards = cards
         self._clock = clock
+        self._turns = Turns(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self, replica_id: str, spec: ReplicaSpec) -> None:
@@ -80,6 +88,7 @@ class Watcher:
         task = self._tasks.pop(replica_id, None)
         if task is not None:
             task.cancel()
+        self._cards.forget(replica_id)
 
     async def aclose(self) -> None:
         tasks = list(self._tasks.values())
@@ -96,6 +105,7 @@ class Watcher:
         while True:
             try:
                 await self._load_tokenizer(spec)
+                await self._learn_card(replica_id, spec)
                 await self._follow(replica_id, spec, retry)
             except _Mismatch as error:
                 trouble.say(f"does not fit its pool: {error}")
@@ -128,13 +138,29 @@ class Watcher:
             await self._take_snapshot(replica_id, spec)
 
     async def _apply_until_gap(self, replica_id: str, response: UpstreamResponse, retry: _Backoff) -> None:
+        def apply(frame: Frame) -> bool:
+            retry.reset()
+            return self._apply(replica_id, frame)
+
+        if not await self._take_in(response, apply):
+            raise _Lost("the event stream ended")
+
+    async def _take_in(self, response: UpstreamResponse, apply: Callable[[Frame], bool]) -> bool:
+        """Apply the frames of a body, by turns, until one asks to stop; whether one did."""
         decoder = FrameDecoder()
         while (chunk := await response.read_chunk()) is not None:
-            for frame in decoder.feed(chunk):
-                if self._apply(replica_id, frame):
-                    return
-            retry.reset()
-        raise _Lost("the event stream ended")
+            frames = decoder.feed(chunk)
+            more = True
+            while more:
+                async with self._turns.take() as turn:
+                    more = False
+                    for frame in frames:
+                        if apply(frame):
+                            return True
+                        if turn.is_over:
+                            more = True
+                            break
+        return False
 
     def _apply(self, replica_id: str, frame: Frame) -> bool:
         """True when frames are missing."""
@@ -146,22 +172,29 @@ class Watcher:
         return sync is Sync.GAP
 
     async def _take_snapshot(self, replica_id: str, spec: ReplicaSpec) -> None:
+        count = 0
+
+        def apply(frame: Frame) -> bool:
+            nonlocal count
+            count += 1
+            if count > _MAX_SNAPSHOT_FRAMES:
+                raise _Lost("the snapshot does not end")
+            self._require_snapshot(replica_id, self._router.apply_snapshot(replica_id, frame, self._clock()))
+            return False
+
         response = await self._get(spec, "/kv_snapshot")
         try:
             if response.status != 200:
                 raise _Lost(f"/kv_snapshot answered {response.status}")
-            decoder = FrameDecoder()
-            frames: list[Frame] = []
-            while (chunk := await response.read_chunk()) is not None:
-                frames += decoder.feed(chunk)
-                if len(frames) > _MAX_SNAPSHOT_FRAMES:
-                    raise _Lost("the snapshot does not end")
+            await self._take_in(response, apply)
         finally:
             await response.aclose()
-        sync = self._router.apply_snapshot(replica_id, frames, self._clock())
+        self._require_snapshot(replica_id, self._router.end_snapshot(replica_id))
+
+    def _require_snapshot(self, replica_id: str, sync: Sync) -> None:
         self._require_match(replica_id, sync)
         if sync is not Sync.OK:
-            raise _Lost("the snapshot is incomplete")
+            raise _Lost("the snapshot cannot be true")
 
     def _require_match(self, replica_id: str, sync: Sync) -> None:
         if sync is Sync.MISMATCH:
@@ -194,6 +227,8 @@ class Watcher:
             else:
                 healthy = True
                 trouble.over()
+            if not healthy:
+                self._cards.forget(replica_id)  # it may come back with other limits
             self._router.set_health(replica_id, healthy, self._clock())
             await asyncio.sleep(_PROBE_EVERY_S if healthy else _FIRST_RETRY_S * 10)
 
@@ -206,19 +241,30 @@ class Watcher:
         if known and (status := await self._status(spec, "/health")) not in (404, 405):
             if status != 200:
                 raise _Lost(f"/health answered {status}")
+            if replica_id not in self._cards:
+                await self._learn_card(replica_id, self._router.spec(replica_id))
             return
+        listed = await self._list_models(spec)
+        if not known:
+            if not listed:
+                raise _Lost("/v1/models names no model")
+            spec = msgspec.structs.replace(spec, model=listed[0].id)
+            self._router.add(replica_id, spec, self._clock())
+        self._cards.learn(replica_id, self._router.spec(replica_id).model, listed)
+
+    async def _learn_card(self, replica_id: str, spec: ReplicaSpec) -> None:
+        """What its list says of its model; a replica that gives none serves all the same."""
+        with contextlib.suppress(_Lost, UpstreamError, msgspec.MsgspecError):
+            self._cards.learn(replica_id, spec.model, await self._list_models(spec))
+
+    async def _list_models(self, spec: ReplicaSpec) -> list[ModelCard]:
         response = await self._get(spec, "/v1/models")
         try:
             if response.status != 200:
                 raise _Lost(f"/v1/models answered {response.status}")
-            models = msgspec.json.decode(await response.read(_MAX_MODELS_BYTES), type=_Models)
+            return parse_models(await response.read(_MAX_MODELS_BYTES))
         finally:
             await response.aclose()
-        if not known:
-            if not models.data:
-                raise _Lost("/v1/models names no model")
-            named = msgspec.structs.replace(spec, model=models.data[0].id)
-            self._router.add(replica_id, named, self._clock())
 
     async def _status(self, spec: ReplicaSpec, path: str) -> int:
         response = await self._get(spec, path)

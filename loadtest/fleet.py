@@ -1,252 +1,226 @@
-"""`warmpath bench fleet`: the same load through each policy in turn, over a simulated fleet of replicas, and what came of it.
-
-Every run has a fresh gateway and a fresh fleet, so no policy profits from what another one cached; runs of different policies
-alternate, so that what else the machine does hits all of them. docs/routing.md tells how to read the numbers.
-"""
+"""`warmpath bench fleet`: routing policies and other routers over the same simulated fleet (docs/routing.md)."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import platform
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, cast
 
 import click
-import msgspec
-import uvloop
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.openloop import Answer, answer_lags, send_all
-from loadtest.summary import Run, median_run, summarize
-from loadtest.system import MODEL, Knowledge, SystemFailure, running_system
-from loadtest.workloads import WORKLOADS, Workload, make_workload
+from loadtest.arms import KNOWLEDGE, POLICIES, Arm, Knowledge, Ours, Peer, parse_peer
+from loadtest.compare import Report, Setup, compare, write_report
+from loadtest.plots import draw_plots, require_matplotlib
+from loadtest.processes import SystemFailure
+from loadtest.summary import Figures, Limits
+from loadtest.trace import TraceUnreadable, whole_trace_path
+from loadtest.workloads import SHARED_RATES, WORKLOADS, make_workload
 
-__all__ = ["fleet"]
+__all__ = ["WIDTH", "fleet", "show"]
 
-POLICIES: Final = (
-    "cost",
-    "round_robin",
-    "random",
-    "least_load",
-    "power_of_two",
-    "consistent_hash",
-    "prefix",
-    "sticky_until_saturated",
-)
-
-_LAG_EVERY_S: Final = 0.05
-_TIMEOUT_S: Final = 120.0
-_WIDTH: Final = 150
+WIDTH: Final = 160
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, so that it can be measured again."""
-
-    workload: str
-    load: float
-    requests: int
-    replicas: int
-    speedup: float
-    knowledge: str
-    tokens_per_chunk: int
-    kv_tokens: int
-    seed: int
-    runs: int
-
-
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    cpu: str
-    cpus: int
-    system: str
-    python: str
-    load_average: float
-    """Of the minute before: what others were doing."""
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    commit: str
-    machine: Machine
-    setup: Setup
-    median: list[Run]
-    all: list[Run]
-
-
-def run_once(policy: str, workload: Workload, setup: Setup, port: int) -> Run:
-    with running_system(
-        policy,
-        knowledge=cast(Knowledge, setup.knowledge),
-        replicas=setup.replicas,
-        speedup=setup.speedup,
-        kv_tokens=setup.kv_tokens,
-        tokens_per_chunk=setup.tokens_per_chunk,
-        port=port,
-    ) as system:
-        gateway_s, fleet_s, began = system.gateway_cpu_s(), system.fleet_cpu_s(), time.monotonic()
-        answers, lags = uvloop.run(_drive(workload, setup, system.port, system.replica_ports[0]))
-        gateway_s, fleet_s = system.gateway_cpu_s() - gateway_s, system.fleet_cpu_s() - fleet_s
-        elapsed_s = time.monotonic() - began
-        computed = system.computed_tokens()
-    return summarize(
-        policy,
-        workload.requests,
-        answers,
-        speedup=setup.speedup,
-        computed_tokens=computed,
-        gateway_cpu_s=gateway_s,
-        fleet_cpu_s=fleet_s,
-        elapsed_s=elapsed_s,
-        fleet_lags_s=lags,
-    )
-
-
-async def _drive(workload: Workload, setup: Setup, port: int, replica_port: int) -> tuple[list[Answer], list[float]]:
-    """The answers, and how long a replica took for nothing meanwhile."""
-    lags: list[float] = []
-    watching = asyncio.create_task(answer_lags(replica_port, "/health", _LAG_EVERY_S, lags))
-    try:
-        answers = await send_all(port, MODEL, workload.requests, setup.speedup, _TIMEOUT_S)
-    finally:
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError, OSError, asyncio.IncompleteReadError):
-            await watching
-    return answers, lags
-
-
-def table(setup: Setup, runs: Sequence[Run]) -> Table:
-    title = f"{setup.workload} at {setup.load:g}×, {setup.replicas} replicas, {setup.knowledge}; simulated ms, p50 / p90 / p99"
+def show(console: Console, report: Report) -> None:
+    """The median of each router as a table, and why not to believe some."""
+    setup = report.setup
+    title = f"{setup.workload} at {setup.load:g}×, {setup.replicas} replicas; simulated ms, p50 / p90 / p99"
     shown = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("policy", no_wrap=True)
-    for name in ("hit of ideal", "TTFT", "TPOT", "end to end", "errors", "imbalance", "gateway CPU ms", "valid"):
+    shown.add_column("router", no_wrap=True)
+    for name in (
+        "step",
+        "hit of ideal",
+        "TTFT",
+        "TPOT",
+        "end to end",
+        "goodput",
+        "errors",
+        "imbalance",
+        "CPU ms",
+        "valid",
+    ):
         shown.add_column(name, justify="right", no_wrap=True)
-    for run in runs:
-        shown.add_row(
-            run.policy,
-            f"{run.hit_of_ideal:.3f}",
-            *(
-                f"{each.p50:,.0f} / {each.p90:,.0f} / {each.p99:,.0f}"
-                for each in (run.ttft_ms, run.tpot_ms, run.e2e_ms)
-            ),
-            str(run.errors),
-            f"{run.imbalance:.2f}",
-            f"{run.gateway_cpu_ms:.2f}",
-            run.invalid or "yes",
-        )
-    return shown
+    for run in report.median:
+        of_run = (f"{run.imbalance:.2f}", f"{run.cpu_ms:.2f}", "no" if run.invalid else "yes")
+        for figures in run.steps or [run.total]:
+            shown.add_row(run.arm, *_cells(figures), *of_run)
+    console.print(shown)
+    for run in report.median:
+        if run.invalid:
+            console.print(f"[yellow]{run.arm}: {run.invalid}[/]")
 
 
-def _chosen(_: click.Context, __: click.Parameter, text: str) -> list[str]:
-    names = list(POLICIES) if text == "all" else text.split(",")
+def _cells(figures: Figures) -> list[str]:
+    times = (figures.ttft_ms, figures.tpot_ms, figures.e2e_ms)
+    return [
+        figures.step,
+        f"{figures.hit_of_ideal:.3f}",
+        *(f"{each.p50:,.0f} / {each.p90:,.0f} / {each.p99:,.0f}" for each in times),
+        f"{figures.goodput:.3f}",
+        str(figures.errors),
+    ]
+
+
+def _policies(_: click.Context, __: click.Parameter, text: str) -> list[str]:
+    names = list(POLICIES) if text == "all" else text.split(",") if text != "none" else []
     if unknown := [name for name in names if name not in POLICIES]:
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(POLICIES)}")
     return names
+
+
+def _knowledge(_: click.Context, __: click.Parameter, text: str) -> list[Knowledge]:
+    found = text.split(",")
+    if unknown := [each for each in found if each not in KNOWLEDGE]:
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(KNOWLEDGE)}")
+    return cast(list[Knowledge], found)
+
+
+def _peers(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> list[Peer]:
+    try:
+        return [parse_peer(text) for text in texts]
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def _rates(_: click.Context, __: click.Parameter, text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no list of numbers") from error
+    if not all(0 < rate <= 1000 for rate in rates) or len(set(rates)) != len(rates):
+        raise click.BadParameter("rates are different numbers above 0, at most 1000")
+    return rates
+
+
+def _trace(_: click.Context, __: click.Parameter, text: str | None) -> Path | None:
+    return whole_trace_path() if text == "whole" else Path(text) if text else None
+
+
+def _plots(_: click.Context, __: click.Parameter, folder: Path | None) -> Path | None:
+    if folder is not None:
+        require_matplotlib()
+    return folder
 
 
 @click.command(
     epilog="""\b
 Examples:
   warmpath bench fleet                                           # our policy, the recorded trace, about a minute
-  warmpath bench fleet --policies all --runs 3 --out results.json
-  warmpath bench fleet --workload shared --policies cost,random --speedup 2
-  warmpath bench fleet --knowledge plain --load 1.5
+  warmpath bench fleet --policies all --runs 3 --out results.json --plots plots
+  warmpath bench fleet --workload shared --policies cost,random --knowledge exact,plain
+  warmpath bench fleet --policies none --peer 'nginx=./start-nginx.sh {port} {workers}'
+  warmpath bench fleet --peer 'sglang=sglang-router launch --port {port} --worker-urls {workers}'
+\b
+A peer's command gets {port}, {spare_port} and {workers}: alone as a word, the replicas' URLs as words of their
+own; within a word, joined by commas. It is ready when it answers a completion, and ends when told to (SIGTERM).
 """
 )
 @click.option("--workload", type=click.Choice(WORKLOADS), default="trace", show_default=True)
 @click.option("--load", type=click.FloatRange(0.01, 10), default=1.0, show_default=True, help="Times the usual rate.")
-@click.option("--policies", default="cost", show_default=True, callback=_chosen, help="Names, or 'all'.")
-@click.option("--runs", type=click.IntRange(1, 20), default=1, show_default=True, help="Of each; the median is shown.")
-@click.option("--replicas", type=click.IntRange(1, 64), default=8, show_default=True)
-@click.option("--speedup", type=click.FloatRange(0.1, 50), default=5.0, show_default=True, help="Of all time.")
+@click.option(
+    "--rates",
+    default=",".join(f"{rate:g}" for rate in SHARED_RATES),
+    show_default=True,
+    callback=_rates,
+    help="Of the workload shared: requests a second, 20 s each.",
+)
+@click.option(
+    "--trace", metavar="FILE|whole", callback=_trace, help="Other rows than the first 1,000; see `bench data`."
+)
+@click.option("--policies", default="cost", show_default=True, callback=_policies, help="Names, 'all' or 'none'.")
 @click.option(
     "--knowledge",
-    type=click.Choice(["exact", "plain"]),
     default="exact",
     show_default=True,
-    help="Replicas with events, or taken for foreign servers.",
+    callback=_knowledge,
+    help="exact: replicas with events; plain: taken for foreign servers; or both, with a comma.",
 )
+@click.option(
+    "--peer", "peers", multiple=True, metavar="NAME=COMMAND", callback=_peers, help="Another router; repeatable."
+)
+@click.option("--runs", type=click.IntRange(1, 20), default=1, show_default=True, help="Of each; the median is shown.")
+@click.option("--replicas", type=click.IntRange(1, 64), default=8, show_default=True)
+@click.option("--processes", type=click.IntRange(1, 64), default=4, show_default=True, help="That the replicas share.")
+@click.option("--speedup", type=click.FloatRange(0.1, 50), default=3.0, show_default=True, help="Of all time.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only so many requests.")
 @click.option("--tokens-per-chunk", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--ttft-limit-ms", type=click.FloatRange(min=0), default=2000.0, show_default=True, help="For goodput.")
+@click.option("--tpot-limit-ms", type=click.FloatRange(min=0), default=100.0, show_default=True, help="For goodput.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option(
     "--port", type=click.IntRange(1024, 65000), default=8600, show_default=True, help="The first of the ports."
 )
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write everything here as JSON.")
+@click.option(
+    "--plots",
+    type=click.Path(file_okay=False, path_type=Path),
+    callback=_plots,
+    help="Draw here (needs the extra bench).",
+)
 def fleet(
     *,
     workload: str,
     load: float,
+    rates: list[float],
+    trace: Path | None,
     policies: list[str],
+    knowledge: list[Knowledge],
+    peers: list[Peer],
     runs: int,
     replicas: int,
+    processes: int,
     speedup: float,
-    knowledge: str,
     limit: int | None,
     tokens_per_chunk: int,
+    ttft_limit_ms: float,
+    tpot_limit_ms: float,
     seed: int,
     port: int,
     out: Path | None,
+    plots: Path | None,
 ) -> None:
-    """Compare routing policies over a simulated fleet."""
-    console = Console(width=_WIDTH)
-    work = make_workload(workload, load=load, seed=seed, limit=limit)
+    """Compare routing policies and routers over a simulated fleet."""
+    arms: list[Arm] = [Ours(policy, each) for policy in policies for each in knowledge]
+    arms += peers
+    if not arms:
+        raise click.UsageError("nothing to measure: name --policies or --peer")
+    if len({arm.name for arm in arms}) != len(arms):
+        raise click.UsageError("two routers have the same name")
+    console = Console(width=WIDTH)
+    try:
+        work = make_workload(workload, load=load, seed=seed, limit=limit, rates=rates, trace=trace)
+    except TraceUnreadable as error:
+        raise click.ClickException(f"{error}; `warmpath bench data` brings the whole trace") from error
+    if all(request.warm for request in work.requests):
+        raise click.UsageError(f"--limit {limit} leaves nothing but warming up")
     setup = Setup(
         workload=workload,
         load=load,
         requests=len(work.requests),
         replicas=replicas,
+        processes=min(processes, replicas),
         speedup=speedup,
-        knowledge=knowledge,
         tokens_per_chunk=tokens_per_chunk,
         kv_tokens=work.kv_tokens,
         seed=seed,
         runs=runs,
+        limits=Limits(ttft_ms=ttft_limit_ms, tpot_ms=tpot_limit_ms),
+        peers={peer.name: " ".join(peer.words) for peer in peers},
     )
-    machine = _machine()
-    done: list[Run] = []
-    for number in range(runs):
-        for policy in policies:
-            console.print(f"[dim]run {number + 1} of {runs}: {policy}[/]")
-            try:
-                done.append(run_once(policy, work, setup, port))
-            except SystemFailure as error:
-                raise click.ClickException(str(error)) from error
-    median = [median_run([run for run in done if run.policy == policy]) for policy in policies]
-    console.print(table(setup, median))
+    try:
+        report = compare(arms, work, setup, port, lambda text: console.print(f"[dim]{text}[/]"))
+    except SystemFailure as error:
+        raise click.ClickException(str(error)) from error
+    show(console, report)
     if out is not None:
-        report = Report(commit=_commit(), machine=machine, setup=setup, median=median, all=done)
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    if any(run.errors for run in done):
+        write_report(report, out)
+    if plots is not None:
+        draw_plots(report, plots)
+    if any(run.total.errors for run in report.all):
         sys.exit(1)
-
-
-def _machine() -> Machine:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return Machine(
-        cpu=names[0].partition(":")[2].strip() if names else platform.machine(),
-        cpus=os.cpu_count() or 1,
-        system=f"{platform.system()} {platform.release()}",
-        python=platform.python_version(),
-        load_average=round(os.getloadavg()[0], 2),
-    )
-
-
-def _commit() -> str:
-    """Of the code that runs here; '' where that is no checkout."""
-    asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return asked.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A simulated fleet and a gateway in front of it, as two processes started by their command lines and watched over HTTP.
+"""A simulated fleet and one router in front of it, as processes started by their command lines and watched over HTTP.
 
 The processes end with the block that started them, whatever happens in it.
 """
@@ -6,159 +6,169 @@ The processes end with the block that started them, whatever happens in it.
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import httpx
 
-__all__ = ["Knowledge", "System", "SystemFailure", "running_system"]
+from loadtest.arms import Arm, Ours, Peer
+from loadtest.processes import Process, Usage, running_process
 
-Knowledge = Literal["exact", "plain"]
-"""exact: own workers with events. plain: the same workers taken for servers that speak OpenAI and tell nothing."""
+__all__ = ["MODEL", "NUM_PORTS", "FleetShape", "System", "running_system"]
 
 MODEL: Final = "simulated"
+
+NUM_PORTS: Final = 4
+"""In front of the replicas': clients', admin API, one to spare, and one left out."""
+
 _START_S: Final = 30.0
-_STOP_S: Final = 10.0
+_POLL_S: Final = 0.1
 _KV_BYTES_PER_TOKEN: Final = 128 << 10
 """What `--kv-memory` counts for a simulated token."""
 
+_PREFILL_TOK_S: Final = 8000.0
 _FIXED_S: Final = 0.02
+_RUNNING_S: Final = 0.002
 _W_PER_WAIT_S: Final = 8.0
 _SATURATED_S: Final = 18.0
 """The gateway's defaults, in seconds of the world that it serves: a world that runs faster has shorter ones."""
 
 
-class SystemFailure(Exception):
-    """The system did not start, or ended too early."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetShape:
+    replicas: int
+    processes: int
+    """Replicas are spread over so many: what one computes holds up those that share its process."""
+    speedup: float
+    kv_tokens: int
+    tokens_per_chunk: int
 
 
 @dataclass(frozen=True, slots=True)
 class System:
     port: int
     replica_ports: tuple[int, ...]
-    gateway_pid: int
-    fleet_pid: int
+    router: Process
+    fleet: tuple[Process, ...]
 
-    def gateway_cpu_s(self) -> float:
-        return _cpu_s(self.gateway_pid)
+    def usage(self) -> tuple[Usage, Usage]:
+        """Of the router and of the fleet."""
+        return self.router.usage(), sum((process.usage() for process in self.fleet), Usage(0.0, 0.0))
 
-    def fleet_cpu_s(self) -> float:
-        return _cpu_s(self.fleet_pid)
-
-    def computed_tokens(self) -> list[int]:
-        """Prompt tokens that each replica had to compute since its start."""
-        return [_computed_tokens(port) for port in self.replica_ports]
+    def check(self) -> None:
+        for process in (self.router, *self.fleet):
+            process.check()
 
 
 @contextlib.contextmanager
-def running_system(
-    policy: str,
-    *,
-    knowledge: Knowledge,
-    replicas: int,
-    speedup: float,
-    kv_tokens: int,
-    tokens_per_chunk: int,
-    port: int,
-) -> Iterator[System]:
-    """A gateway on `port`, its admin API on the next one, replicas on those after it."""
+def running_system(arm: Arm, shape: FleetShape, port: int) -> Iterator[System]:
+    """The router on `port`, the replicas `NUM_PORTS` above it. Raises SystemFailure."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warmpath-bench-")))
+        if isinstance(arm, Peer):
+            system = _start_peer(stack, folder, arm, shape, port)
+        else:
+            system = _start_ours(stack, folder, arm, shape, port)
+        yield system
+        system.check()
+
+
+def _start_ours(stack: contextlib.ExitStack, folder: Path, arm: Ours, shape: FleetShape, port: int) -> System:
+    ports = _replica_ports(shape, port)
     admin_key = f"wpa-bench-{secrets.token_urlsafe(24)}"
     join_token = f"wpj-fleet-{secrets.token_urlsafe(24)}"
-    replica_ports = tuple(range(port + 2, port + 2 + replicas))
-    fleet = [
-        *("workers", "simulated", "--replicas", str(replicas), "--port", str(replica_ports[0])),
-        *("--speedup", str(speedup), "--kv-memory", str(kv_tokens * _KV_BYTES_PER_TOKEN)),
-        *("--tokens-per-chunk", str(tokens_per_chunk), "--grace", "0"),
-    ]
-    gateway = ["gateway", "serve", "--open", "--port", str(port), "--admin-port", str(port + 1), "--policy", policy]
-    if knowledge == "exact":
-        fleet += ["--gateway", f"http://127.0.0.1:{port + 1}", "--join-token", join_token, "--replica-id", "r"]
+    command = [sys.executable, "-m", "gateway", "serve", "--open", "--port", str(port), "--admin-port", str(port + 1)]
+    command += ["--policy", arm.policy, "--state-dir", str(folder / "state")]
+    joining: list[str] = []
+    if arm.knowledge == "exact":
+        joining = ["--gateway", f"http://127.0.0.1:{port + 1}", "--join-token", join_token]
     else:
-        gateway += ["--replicas", ",".join(f"http://127.0.0.1:{each}" for each in replica_ports)]
+        command += ["--replicas", ",".join(_urls(ports))]
+    speedup = shape.speedup
     environment = {
         "WARMPATH_ADMIN__KEY": admin_key,
         "WARMPATH_ADMIN__JOIN_TOKEN": join_token,
-        "WARMPATH_REGISTRY__PORTS": f'["{replica_ports[0]}-{replica_ports[-1]}"]',
+        "WARMPATH_REGISTRY__PORTS": f'["{ports[0]}-{ports[-1]}"]',
+        "WARMPATH_ROUTING__PREFILL_TOK_S": str(_PREFILL_TOK_S * speedup),
         "WARMPATH_ROUTING__FIXED_S": str(_FIXED_S / speedup),
+        "WARMPATH_ROUTING__RUNNING_S": str(_RUNNING_S / speedup),
         "WARMPATH_ROUTING__W_PER_WAIT_S": str(_W_PER_WAIT_S * speedup),
         "WARMPATH_ROUTING__SATURATED_S": str(_SATURATED_S / speedup),
     }
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        fleet_process = stack.enter_context(_process(fleet, folder / "fleet.log", {}))
-        gateway_process = stack.enter_context(
-            _process([*gateway, "--state-dir", str(folder / "state")], folder / "gateway.log", environment)
-        )
-        _wait_ready(f"http://127.0.0.1:{port + 1}", admin_key, replicas, knowledge, [fleet_process, gateway_process])
-        yield System(port, replica_ports, gateway_process.pid, fleet_process.pid)
-        for process in (fleet_process, gateway_process):
-            if process.poll() is not None:
-                raise SystemFailure(f"{process.args!r} ended early with {process.returncode}")
+    fleet = _start_fleet(stack, folder, shape, ports, joining)
+    router = stack.enter_context(running_process(command, folder / "router.log", environment))
+    trusts = {"exact"} if arm.knowledge == "exact" else {"learning", "blind", "exact"}
+    with httpx.Client(headers={"authorization": f"Bearer {admin_key}"}, timeout=2, trust_env=False) as http:
+
+        def ready() -> bool:
+            answer = http.get(f"http://127.0.0.1:{port + 1}/admin/v1/replicas").raise_for_status().json()
+            usable = [each for each in answer["replicas"] if each["healthy"] and each["trust"] in trusts]
+            return len(usable) == shape.replicas
+
+        _wait(ready, (router, *fleet), f"does not see {shape.replicas} replicas that are ready")
+    return System(port, ports, router, fleet)
 
 
-@contextlib.contextmanager
-def _process(args: Sequence[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    module, *rest = args
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *rest],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-        )
-    try:
-        yield process
-    except SystemFailure as error:
-        raise SystemFailure(f"{error}\n{log.name}: {log.read_text()[-2000:]}") from error
-    finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _start_peer(stack: contextlib.ExitStack, folder: Path, arm: Peer, shape: FleetShape, port: int) -> System:
+    """Peers look at their workers when they start, and some only every 30 s again: so the fleet comes first."""
+    ports = _replica_ports(shape, port)
+    fleet = _start_fleet(stack, folder, shape, ports, [])
+    with httpx.Client(timeout=2, trust_env=False) as http:
+
+        def fleet_ready() -> bool:
+            return all(http.get(f"{url}/health").is_success for url in _urls(ports))
+
+        def router_ready() -> bool:
+            body = {"model": MODEL, "prompt": "ready?", "max_tokens": 1}
+            return http.post(f"http://127.0.0.1:{port}/v1/completions", json=body).is_success
+
+        _wait(fleet_ready, fleet, "is not healthy")
+        command = arm.command(port, port + 2, _urls(ports))
+        router = stack.enter_context(running_process(command, folder / "router.log"))
+        _wait(router_ready, (router, *fleet), "answers no completion")
+    return System(port, ports, router, fleet)
 
 
-def _wait_ready(
-    admin_url: str, key: str, replicas: int, knowledge: Knowledge, processes: Sequence[subprocess.Popen[bytes]]
-) -> None:
+def _start_fleet(
+    stack: contextlib.ExitStack, folder: Path, shape: FleetShape, ports: Sequence[int], joining: Sequence[str]
+) -> tuple[Process, ...]:
+    processes = []
+    for number in range(shape.processes):
+        mine = ports[shape.replicas * number // shape.processes : shape.replicas * (number + 1) // shape.processes]
+        command = [
+            *(sys.executable, "-m", "workers", "simulated", "--replicas", str(len(mine)), "--port", str(mine[0])),
+            *("--speedup", str(shape.speedup), "--kv-memory", str(shape.kv_tokens * _KV_BYTES_PER_TOKEN)),
+            *("--tokens-per-chunk", str(shape.tokens_per_chunk), "--grace", "0"),
+            *joining,
+        ]
+        if joining:
+            command += ["--replica-id", f"r{number}"]
+        processes.append(stack.enter_context(running_process(command, folder / f"fleet-{number}.log")))
+    return tuple(processes)
+
+
+def _replica_ports(shape: FleetShape, port: int) -> tuple[int, ...]:
+    return tuple(range(port + NUM_PORTS, port + NUM_PORTS + shape.replicas))
+
+
+def _urls(ports: Sequence[int]) -> list[str]:
+    return [f"http://127.0.0.1:{port}" for port in ports]
+
+
+def _wait(condition: Callable[[], bool], processes: Sequence[Process], what: str) -> None:
+    """Until it holds; a refused connection means not yet. `what`: the first process's fault if it never does."""
     deadline = time.monotonic() + _START_S
-    with httpx.Client(headers={"authorization": f"Bearer {key}"}, timeout=2, trust_env=False) as http:
-        while time.monotonic() < deadline:
-            if any(process.poll() is not None for process in processes):
-                raise SystemFailure("a process ended at its start")
-            with contextlib.suppress(httpx.TransportError):
-                answer = http.get(f"{admin_url}/admin/v1/replicas").raise_for_status().json()
-                ready = [
-                    each
-                    for each in answer["replicas"]
-                    if each["healthy"] and (knowledge == "plain" or each["trust"] == "exact")
-                ]
-                if len(ready) == replicas:
-                    return
-            time.sleep(0.1)
-    raise SystemFailure(f"{replicas} replicas were not ready within {_START_S:g} s")
-
-
-def _cpu_s(pid: int) -> float:
-    """User and system time of a process, its threads included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _computed_tokens(port: int) -> int:
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=10).raise_for_status().text
-    counts = [
-        sum(float(value) for value in re.findall(rf"^vllm:prefix_cache_{name}_total{{.*}} (\S+)$", text, re.MULTILINE))
-        for name in ("queries", "hits")
-    ]
-    return int(counts[0] - counts[1])
+    while time.monotonic() < deadline:
+        for process in processes:
+            process.check()
+        with contextlib.suppress(httpx.TransportError, httpx.HTTPStatusError):
+            if condition():
+                return
+        time.sleep(_POLL_S)
+    raise processes[0].failure(f"{what} within {_START_S:g} s")

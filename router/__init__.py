@@ -6,6 +6,7 @@ What the gateway needs is named here. What crosses a process is in `router.wire`
 from router.blocks import BLOCK_SIZE, BlockName, block_names, chunk_names, root_name
 from router.breaker import BreakerState
 from router.fleet import Outcome, ReplicaView, Reservation, ReservationError
+from router.name_cache import NameCache
 from router.policies import Candidate
 from router.pool import Pool, PoolMismatch
 from router.route import Decision, Query, Router, UnknownReplica, Unroutable
@@ -19,6 +20,7 @@ __all__ = [
     "BreakerState",
     "Candidate",
     "Decision",
+    "NameCache",
     "Outcome",
     "PolicyName",
     "Pool",

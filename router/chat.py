@@ -19,7 +19,7 @@ _RESERVED: Final = frozenset(
 """What `chat_template_kwargs` may not set: fields of the body itself, and options of other servers' renderers that must not
 be reached through us (CVE-2025-62426)."""
 
-_REASONING_NAMES: Final = ("reasoning_content", "thinking", "reasoning")
+_REASONING_NAMES: Final = {"reasoning_content": None, "thinking": None, "reasoning": None}.keys()
 """What clients call a message's reasoning. Most templates read the first name, those of gpt-oss the second."""
 
 
@@ -62,11 +62,23 @@ class Chat:
         text parts is one text, its parts on lines of their own: for templates that only know strings. Raises PromptError
         for parts that are no text, since no model of ours sees or hears.
         """
-        return replace(self, messages=[_in_servers_form(message, join_parts) for message in self.messages])
+        messages = [
+            message if type(message.get("content")) is str else _in_servers_form(message, join_parts)
+            for message in self.messages
+        ]
+        return replace(self, messages=messages)
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as templates expect them: keys that are null left out, reasoning under the names they read."""
-        return [_template_message(message) for message in self.messages]
+    def template_messages(self) -> list[Mapping[str, Any]]:
+        """The messages as templates expect them: keys that are null left out, reasoning under the names they read.
+
+        A message that is so already is not copied.
+        """
+        return [
+            _template_message(message)
+            if None in message.values() or not _REASONING_NAMES.isdisjoint(message)
+            else message
+            for message in self.messages
+        ]
 
 
 def _flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
@@ -89,7 +101,7 @@ def _variables(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _are_objects(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
+    return isinstance(value, list | tuple) and all(type(item) is dict or isinstance(item, Mapping) for item in value)
 
 
 def _in_servers_form(message: Mapping[str, Any], join_parts: bool) -> Mapping[str, Any]:

@@ -19,18 +19,20 @@ import msgspec
 
 from router.breaker import Breaker, BreakerState, Pass, Verdict
 from router.index import Holding
+from router.learning import MAX_TOK_S, MIN_TOK_S, CacheSize, Pace
 from router.settings import RoutingSettings
-from router.trust import Accuracy, EventStream, Trust
+from router.trust import Accuracy, EventStream, Snapshot, Trust
 from router.wire import Hello, Load, ReplicaSpec
 
 __all__ = ["Outcome", "Replica", "ReplicaView", "Reservation", "ReservationError"]
 
-MIN_TOK_S: Final = 1.0
-MAX_TOK_S: Final = 1e7
-"""A prefill rate outside of these is nonsense, whoever says it."""
+_HEAVY_TOKENS: Final = 128
+"""Fewer uncached tokens than these take less time than a network's noise, so others are not disturbed by them."""
 
-MIN_SAMPLE_TOKENS: Final = 128
-"""Fewer uncached tokens than these take less time than a network's noise."""
+_SURE_SAMPLES: Final = 8
+"""Before so many prompts were timed, the time of one says nothing of what was cached."""
+_TELLING_S: Final = 0.05
+"""What computing a prompt anew must take at least for its time to tell whether it was cached."""
 
 
 class Outcome(Enum):
@@ -74,12 +76,17 @@ class Reservation:
     stamp: float
     prompt_tokens: int
     matched_tokens: int
-    tokens_known: bool
     streamed: bool
     begun_at: float
     permit: Pass
+    num_bytes: int = 0
+    """Of its text, where tokens are unknown."""
+    last_sent: float | None = None
+    """When the deepest block of it that was sent there before had last been sent."""
+    heavy_before: int | None = None
+    """Of `Replica`: prompts with work begun there by its own begin. None: it was not alone even then."""
     alone: bool = False
-    """No other prompt was being computed there from its begin to its first byte."""
+    """No other prompt with work to do was there from its begin to its first byte."""
     stage: _Stage = _Stage.PREFILL
     admitted: bool = False
     prefill_s: float | None = None
@@ -91,6 +98,20 @@ class Reservation:
     @property
     def uncached_tokens(self) -> int:
         return self.prompt_tokens - self.matched_tokens
+
+    def matched_in(self, prompt_tokens: int) -> int:
+        """What was expected to be cached if the prompt comes to so many tokens: where they are unknown both were estimates."""
+        return self.matched_tokens * prompt_tokens // max(self.prompt_tokens, 1)
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it has so much to compute that others notice."""
+        return self.uncached_tokens >= _HEAVY_TOKENS
+
+    @property
+    def clean_s(self) -> float | None:
+        """Seconds to its first byte, if they tell what its prompt took: nobody disturbed it, and no decoding is in them."""
+        return self.prefill_s if self.alone and self.streamed else None
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +128,6 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     mismatch: str
     """Why it does not fit its pool; '' when it does."""
     breaker: BreakerState
-    ejected_until: float
     busy_until: float
     inflight: int
     promised_tokens: int
@@ -118,8 +138,17 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     hello: Hello | None
     prefill_tok_s: float | None
     """None when neither reported nor learned."""
+    fixed_s: float | None
+    """What a prompt costs there even when all of it is cached; None when not learned."""
+    bytes_per_token: float | None
+    """Of its pool's text, as learned; None where tokens are known."""
+    capacity_tokens: int
+    """What its cache is taken to hold: as it says, else as learned, else the prior."""
+    capacity_learned: bool
     confirmed_blocks: int
     expected_blocks: int
+    indexed: bool
+    """Whether its events are followed; False for one whose cache is too large for the index."""
     accuracy: Accuracy
 
 
@@ -132,6 +161,7 @@ class Replica:
         self.holding = holding
         self.settings = settings
         self.stream = EventStream()
+        self.snapshot: Snapshot | None = None
         self.accuracy = Accuracy()
         self.breaker = Breaker(settings.eject_after, settings.eject_s, settings.max_eject_s)
         self.weight = 1.0
@@ -145,19 +175,31 @@ class Replica:
         self.hello: Hello | None = None
         self.load: Load | None = None
         self.load_at = 0.0
+        self.indexed = True
+        """Whether the index has room for what its events say."""
         self.rate: float | None = None
         """Prefill tokens a second: reported, else learned, else None."""
+        self.fixed_s: float | None = None
+        """Seconds a prompt costs even when all of it is cached, where they were learned."""
+        self.pace = Pace(settings.fixed_s, settings.prefill_tok_s)
+        self.cache_size = CacheSize()
+        self.reports_cached = False
+        """Whether it ever reported a cached token: many servers say 0 for all they do not count."""
         self.inflight = 0
         self.unanswered_tokens = 0
         self.unadmitted_tokens = 0
         self._prefilling: dict[Reservation, None] = {}  # oldest first
+        self._heavy = 0
+        """How many of those have work to do,"""
+        self._heavy_begun = 0
+        """and how many there ever were."""
         self._load_until = float("-inf")
         self._first_since = float("-inf")
         """When the oldest of `_prefilling` came to be the oldest."""
 
     @property
     def trust(self) -> Trust:
-        if self.stream.exact:
+        if self.stream.exact and self.indexed:
             return Trust.EXACT
         return Trust.BLIND if self.mismatch or not self.settings.learned_tokens else Trust.LEARNING
 
@@ -207,15 +249,16 @@ class Replica:
         step_s = load.step_ms / 1000
         if self.hello is None or not 0 < step_s < 60:
             return self.settings.running_s
-        return step_s / max(self.hello.max_num_seqs, 1)
+        return max(step_s / max(self.hello.max_num_seqs, 1), self.settings.running_s)
 
     # -- promises
 
     def reserve(self, reservation: Reservation) -> None:
-        first = next(iter(self._prefilling), None)
-        reservation.alone = first is None
-        if first is not None:
-            first.alone = False  # the others never were
+        if reservation.is_heavy:
+            self._heavy += 1
+            self._heavy_begun += 1
+        if self._heavy == reservation.is_heavy:
+            reservation.heavy_before = self._heavy_begun
         self.inflight += 1
         self.unanswered_tokens += reservation.uncached_tokens
         self.unadmitted_tokens += reservation.uncached_tokens
@@ -237,8 +280,15 @@ class Replica:
         reservation.prefill_s = now - reservation.begun_at
         self.breaker.first_byte(reservation.permit, now)
 
-    def finish(self, reservation: Reservation, now: float, outcome: Outcome, cached_tokens: int | None) -> bool:
-        """Release it; whether its prompt was computed."""
+    def finish(
+        self,
+        reservation: Reservation,
+        now: float,
+        outcome: Outcome,
+        cached_tokens: int | None,
+        prompt_tokens: int | None = None,
+    ) -> bool:
+        """Release it; whether its prompt was computed. `prompt_tokens`: what the prompt came to, if now known better."""
         if reservation.stage is _Stage.RELEASED:
             raise ReservationError(f"{reservation.request_id} was already finished")
         if outcome is Outcome.OK:
@@ -251,14 +301,16 @@ class Replica:
         self.breaker.end(reservation.permit, _VERDICTS[outcome], now)
         if outcome is Outcome.BUSY:
             self.busy_until = max(self.busy_until, now + self.settings.busy_s)
-        if outcome is Outcome.OK and reservation.tokens_known:
-            self._learn(reservation, cached_tokens)
+        if outcome is Outcome.OK:
+            self._learn(reservation, cached_tokens, prompt_tokens or reservation.prompt_tokens)
         return computed
 
     def _leave_prefill(self, reservation: Reservation, now: float) -> None:
         if reservation is next(iter(self._prefilling)):
             self._first_since = now
         reservation.stage = _Stage.DECODE
+        reservation.alone = reservation.heavy_before == self._heavy_begun
+        self._heavy -= reservation.is_heavy
         del self._prefilling[reservation]
         self.unanswered_tokens -= reservation.uncached_tokens
         self._admit(reservation)
@@ -284,33 +336,40 @@ class Replica:
     def lose_stream(self, now: float) -> None:
         """Its events stopped: our own promises count again, and the picture ages."""
         self.stream.cut()
+        self.snapshot = None
         self._load_until = float("-inf")
         self.age_picture(now)
 
     def age_picture(self, now: float) -> None:
         self.stale_at = min(self.stale_at, now + self.settings.stale_after_s)
 
-    def _learn(self, reservation: Reservation, cached_tokens: int | None) -> None:
-        uncached = reservation.uncached_tokens
+    def _learn(self, reservation: Reservation, cached_tokens: int | None, prompt_tokens: int) -> None:
+        predicted = reservation.matched_in(prompt_tokens)
+        uncached: int | None = prompt_tokens if not predicted else None
         if cached_tokens is not None:
-            cached = min(max(cached_tokens, 0), reservation.prompt_tokens)
-            self.accuracy.count(reservation.matched_tokens, cached)
-            uncached = reservation.prompt_tokens - cached
-        # An answer that came as a whole was decoded to its end before its first byte.
-        if self.load is None and reservation.alone and reservation.streamed:
-            self._learn_rate(uncached, reservation.prefill_s)
+            cached = min(max(cached_tokens, 0), prompt_tokens)
+            self.reports_cached |= cached > 0
+            self.accuracy.count(predicted, cached)
+            if self.reports_cached:
+                uncached = prompt_tokens - cached
+        if self.load is None and uncached is not None and reservation.clean_s is not None:
+            self.pace.learn(uncached, reservation.clean_s)
+            self.rate, self.fixed_s = self.pace.tok_s, self.pace.fixed_s
 
-    def _learn_rate(self, uncached_tokens: int, prefill_s: float | None) -> None:
-        """Move the rate towards a sample that no other prompt disturbed."""
-        if prefill_s is None or uncached_tokens < MIN_SAMPLE_TOKENS:
-            return
-        rate = self.rate or self.settings.prefill_tok_s
-        sample = uncached_tokens / max(prefill_s - self.settings.fixed_s, 0.001)
-        # One sample counts a quarter, and no more than four times too much or too little.
-        sample = min(max(sample, rate / 4), rate * 4)
-        self.rate = min(max(rate + (sample - rate) / 4, MIN_TOK_S), MAX_TOK_S)
+    def cached_of(self, reservation: Reservation, cached_tokens: int | None, prompt_tokens: int) -> int | None:
+        """Prompt tokens that it had cached, as it says or as its time to first byte shows; None when neither tells."""
+        if cached_tokens is not None and (cached_tokens > 0 or self.reports_cached):
+            return min(max(cached_tokens, 0), prompt_tokens)
+        if reservation.clean_s is None or self.pace.samples < _SURE_SAMPLES:
+            return None
+        anew_s = prompt_tokens / self.pace.tok_s
+        if anew_s < max(_TELLING_S, self.pace.fixed_s):
+            return None
+        share = 1 - (reservation.clean_s - self.pace.fixed_s) / anew_s
+        return round(min(max(share, 0.0), 1.0) * prompt_tokens)
 
-    def view(self) -> ReplicaView:
+    def view(self, *, bytes_per_token: float | None = None, capacity_tokens: int = 0) -> ReplicaView:
+        """What only its pool knows is given."""
         return ReplicaView(
             id=self.id,
             spec=msgspec.structs.replace(self.spec, credential=""),
@@ -321,7 +380,6 @@ class Replica:
             weight=self.weight,
             mismatch=self.mismatch,
             breaker=self.breaker.state,
-            ejected_until=self.breaker.until,
             busy_until=self.busy_until,
             inflight=self.inflight,
             promised_tokens=self.unanswered_tokens,
@@ -329,7 +387,12 @@ class Replica:
             load_at=self.load_at,
             hello=self.hello,
             prefill_tok_s=self.rate,
+            fixed_s=self.fixed_s,
+            bytes_per_token=bytes_per_token,
+            capacity_tokens=capacity_tokens,
+            capacity_learned=not self.capacity_blocks and self.cache_size.blocks is not None,
             confirmed_blocks=self.holding.confirmed,
             expected_blocks=self.holding.expected,
+            indexed=self.indexed,
             accuracy=replace(self.accuracy),
         )

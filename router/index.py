@@ -7,11 +7,16 @@ Operations and their cost, for a prompt of n blocks and R replicas:
 - `store`, `remove`: what a replica's events say. O(1) a block.
 - `expect`: what a prompt just sent there will leave behind. O(blocks that no event has confirmed yet).
 - `leave`, `clear`: O(what that replica holds).
+- `drop_oldest`: O(1) an entry that goes.
 
-One dict maps a name to a bit mask of replicas; beside it each replica keeps its own names, so that it can leave without a
-walk over everybody's. A name is held because events *confirmed* it or because it is *expected*; the mask does not tell
-these apart, so a match costs one look-up a step. An entry that one replica holds takes 110-130 bytes
-when confirmed and 160-195 when expected, names included; one that many hold about 40 and 100 for each (CPython 3.11).
+A dict maps a name to a bit mask of replicas (in `_SHARDS` parts, because one of 500,000 names takes 15 ms to grow); beside it
+each replica keeps its own names, so that it can leave without a walk over everybody's. A name is held because events
+*confirmed* it or because it is *expected*; the mask does not tell these apart, so a match costs one look-up a step. An entry
+takes at most `ENTRY_BYTES`, name included, and on average much less: 90-140 bytes when confirmed and 140-210 when expected by
+one replica, 40 and 100 for each of many (CPython 3.11).
+
+A `Room` counts the entries of all indexes that share it, so that one bound in bytes holds over them all. The index only
+counts; whoever adds (`router.route`) drops what was used least recently when the room is over its limit.
 
 What `match` relies on: a replica that holds a block holds all blocks before it, because engines free a sequence tail first
 and never keep a child without its parent. So masks only lose bits along a prompt, and bisection finds where. Confirmed
@@ -22,10 +27,30 @@ every entry is still counted once and dropped once.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["Holding", "Index"]
+__all__ = ["ENTRY_BYTES", "Holding", "Index", "Room"]
+
+ENTRY_BYTES: Final = 220
+"""The most that one block of one replica costs here: its dicts have just grown, nobody else holds it, names are not shared.
+Measured by `python -m tests.router.bench_memory`."""
+
+_SHARDS: Final = 256
+_SHARD_BITS: Final = _SHARDS - 1
+"""Names are hashes, so their last bits are as good as any."""
+
+
+@dataclass(slots=True)
+class Room:
+    """Entries (a block that a replica holds) in all indexes together, and how many there may be."""
+
+    limit: int = sys.maxsize
+    used: int = 0
 
 
 class Holding:
@@ -49,16 +74,31 @@ class Holding:
         """How many more blocks it should hold by what was sent to it."""
         return len(self._expected)
 
+    @property
+    def oldest_stamp(self) -> float:
+        """When the expected block that goes first was last sent there; infinity when there is none."""
+        return next(iter(self._expected.values()), math.inf)
+
+    def expected_since(self, stamp: float) -> int:
+        """How many expected blocks were last sent there after `stamp`. O(that number)."""
+        count = 0
+        for at in reversed(self._expected.values()):
+            if at <= stamp:
+                break
+            count += 1
+        return count
+
 
 class Index:
-    def __init__(self) -> None:
-        self._masks: dict[int, int] = {}
+    def __init__(self, room: Room | None = None) -> None:
+        self.room = Room() if room is None else room
+        self._shards: tuple[dict[int, int], ...] = tuple({} for _ in range(_SHARDS))
         self._free_slots: list[int] = []
         self._slots = 0
 
     def __len__(self) -> int:
         """Number of different blocks that anybody holds."""
-        return len(self._masks)
+        return sum(map(len, self._shards))
 
     def join(self) -> Holding:
         if self._free_slots:
@@ -81,13 +121,18 @@ class Index:
 
     def store(self, holding: Holding, names: Iterable[int]) -> None:
         """Events say that it holds these; what was expected is now known."""
-        masks, bit, confirmed, expected = self._masks, holding._bit, holding._confirmed, holding._expected
+        shards, bit, confirmed, expected = self._shards, holding._bit, holding._confirmed, holding._expected
+        before = len(confirmed) + len(expected)
         for name in names:
             if name in confirmed:
                 continue
             confirmed.add(name)
             if expected.pop(name, None) is None:
-                masks[name] = masks.get(name, 0) | bit
+                # `bit` itself for a first holder: a new number would take 32 bytes more.
+                masks = shards[name & _SHARD_BITS]
+                held = masks.get(name)
+                masks[name] = bit if held is None else held | bit
+        self.room.used += len(confirmed) + len(expected) - before
 
     def remove(self, holding: Holding, names: Iterable[int]) -> None:
         """Events say that it no longer holds these. Names that it does not hold are ignored."""
@@ -95,22 +140,30 @@ class Index:
         holding._confirmed -= gone
         self._drop(holding, gone)
 
-    def expect(self, holding: Holding, names: Sequence[int], stamp: float, cap: int) -> None:
+    def expect(self, holding: Holding, names: Sequence[int], stamp: float, cap: int) -> float | None:
         """A prompt with these blocks was sent there at `stamp`; keep at most `cap` expected blocks, dropping the oldest.
 
-        `stamp` must be larger than every one before it. The walk goes from the leaf to the first confirmed block: the blocks
-        before that one are confirmed too.
+        Returns when the deepest of them that was expected already had last been sent there; None when none was. `stamp` must
+        be larger than every one before it. The walk goes from the leaf to the first confirmed block: the blocks before that
+        one are confirmed too.
         """
-        masks, bit, confirmed, expected = self._masks, holding._bit, holding._confirmed, holding._expected
+        shards, bit, confirmed, expected = self._shards, holding._bit, holding._confirmed, holding._expected
+        before, last_sent = len(expected), None
         for name in reversed(names):
             if name in confirmed:
                 break
             if name in expected:
+                if last_sent is None:
+                    last_sent = expected[name]
                 expected.move_to_end(name)
             else:
-                masks[name] = masks.get(name, 0) | bit
+                masks = shards[name & _SHARD_BITS]
+                held = masks.get(name)
+                masks[name] = bit if held is None else held | bit
             expected[name] = stamp
+        self.room.used += len(expected) - before
         self._drop(holding, [expected.popitem(last=False)[0] for _ in range(len(expected) - cap)])
+        return last_sent
 
     def retract(self, holding: Holding, names: Sequence[int], stamp: float) -> None:
         """The prompt sent at `stamp` was not computed. Blocks that a later prompt expects too stay."""
@@ -134,13 +187,25 @@ class Index:
             del expected[name]
         self._drop(holding, gone)
 
+    def drop_oldest(self, holding: Holding, most: int) -> None:
+        """Drop what was last sent there longest ago, at one moment, leaves first; at most `most` of it."""
+        expected, stamp = holding._expected, holding.oldest_stamp
+        gone: list[int] = []
+        for name, at in expected.items():
+            if at != stamp or len(gone) == most:
+                break
+            gone.append(name)
+        for name in gone:
+            del expected[name]
+        self._drop(holding, gone)
+
     def match(self, names: Sequence[int], limit: int | None = None) -> dict[int, int]:
         """Slot of each replica that holds a prefix of `names` → number of leading blocks it holds, at most `limit`."""
         count = len(names) if limit is None else min(len(names), limit)
         if count <= 0:
             return {}
-        masks = self._masks
-        first = masks.get(names[0], 0)
+        shards = self._shards
+        first = shards[names[0] & _SHARD_BITS].get(names[0], 0)
         if not first:
             return {}
         depths: dict[int, int] = {}
@@ -159,15 +224,18 @@ class Index:
                     lost ^= bit
                 continue
             middle = (low + high) // 2
-            between = masks.get(names[middle], 0) & here
+            name = names[middle]
+            between = shards[name & _SHARD_BITS].get(name, 0) & here
             ranges.append((low, here, middle, between))
             ranges.append((middle, between, high, there & between))
         return depths
 
-    def _drop(self, holding: Holding, names: Iterable[int]) -> None:
+    def _drop(self, holding: Holding, names: Collection[int]) -> None:
         """These left one of its collections. A name is never in both: what is confirmed is not expected any more."""
-        masks, bit = self._masks, holding._bit
+        self.room.used -= len(names)
+        shards, bit = self._shards, holding._bit
         for name in names:
+            masks = shards[name & _SHARD_BITS]
             left = masks[name] ^ bit
             if left:
                 masks[name] = left

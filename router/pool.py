@@ -9,15 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from router.blocks import BLOCK_SIZE, CHUNK_BYTES
-from router.fleet import Replica
-from router.index import Index
-from router.text_key import BYTES_PER_TOKEN
+from router.blocks import BLOCK_SIZE, CHUNK_BYTES, matchable_blocks
+from router.fleet import Replica, ReplicaView, Reservation
+from router.index import Index, Room
+from router.learning import Density
+from router.settings import RoutingSettings
 from router.wire import HASH_SCHEME, Hello, ReplicaSpec
 
 __all__ = ["Members", "Pool", "PoolMismatch"]
 
-_TOKENS_PER_CHUNK: Final = CHUNK_BYTES // BYTES_PER_TOKEN
+_TOKENS_PER_CHUNK: Final = CHUNK_BYTES // 4
+"""About; what is reckoned with is learned."""
+_SAME_DENSITY: Final = 0.01
+_LEAST_MISSING_BLOCKS: Final = 2
+"""A prediction is whole blocks and bytes, an answer tokens: that far they may be apart without anything being wrong."""
+_MISSING_SHARE: Final = 0.25
+"""Of what was predicted. Less may be text of another density in front, or the answer that a talk's next turn repeats."""
 _MAX_BLOCK_SIZE: Final = 1024
 """More than any engine uses; the name of such a block would say little about a prompt."""
 
@@ -37,6 +44,8 @@ class Pool:
     """Tokens a name stands for; in a text pool an estimate."""
     created: float
     """When its first replica came, on the clock of `now`."""
+    bytes_per_token: float = 4.0
+    """What a token stands for in a text pool, as far as it was learned."""
     adapter: str = ""
     tokenizer_digest: str = ""
     """'' until a replica's greeting has told it, and in text pools."""
@@ -45,16 +54,19 @@ class Pool:
 class Members:
     """A pool's record, its index and its replicas."""
 
-    def __init__(self, first: ReplicaSpec, now: float) -> None:
+    def __init__(self, first: ReplicaSpec, now: float, settings: RoutingSettings, room: Room) -> None:
         own = first.kind == "warmpath"
+        self._settings = settings
         self.record = Pool(
             model=first.model,
             revision=first.revision,
             key_space="tokens" if own else "text",
             block_size=BLOCK_SIZE if own else _TOKENS_PER_CHUNK,
             created=now,
+            bytes_per_token=settings.bytes_per_token,
         )
-        self.index = Index()
+        self.index = Index(room)
+        self.density = Density(settings.bytes_per_token)
         self.replicas: dict[str, Replica] = {}
 
     def require_fit(self, spec: ReplicaSpec) -> None:
@@ -69,7 +81,33 @@ class Members:
                 f"the replicas of {pool.model!r} serve revision {pool.revision!r}, not {spec.revision!r}"
             )
 
-    def misfit(self, hello: Hello, max_blocks: int) -> str:
+    @property
+    def block_tokens(self) -> float:
+        """Tokens a name stands for."""
+        if self.record.key_space == "tokens":
+            return self.record.block_size
+        return CHUNK_BYTES / self.density.bytes_per_token
+
+    def matchable(self, num_tokens: int, num_bytes: int) -> int:
+        """How many blocks of a prompt of that size can be served from a cache."""
+        if num_bytes:
+            return matchable_blocks(num_bytes, CHUNK_BYTES)
+        return matchable_blocks(num_tokens, self.record.block_size)
+
+    def capacity_of(self, replica: Replica) -> int:
+        """Blocks that a replica's cache is taken to hold: as it says, else as learned, else by the prior."""
+        if replica.capacity_blocks:
+            return replica.capacity_blocks
+        learned = replica.cache_size.blocks
+        return int(self._settings.learned_tokens / self.block_tokens) if learned is None else learned
+
+    def view(self, replica: Replica) -> ReplicaView:
+        return replica.view(
+            bytes_per_token=self.density.bytes_per_token if self.record.key_space == "text" else None,
+            capacity_tokens=int(self.capacity_of(replica) * self.block_tokens),
+        )
+
+    def misfit(self, hello: Hello) -> str:
         """Why a replica with this greeting cannot serve the pool; '' when it can."""
         pool = self.record
         if pool.key_space == "text":
@@ -81,8 +119,8 @@ class Members:
                 f"serves {hello.model!r} revision {hello.revision!r} adapter {hello.adapter!r}, "
                 f"registered is {pool.model!r} revision {pool.revision!r} adapter {pool.adapter!r}"
             )
-        if not 0 < hello.capacity_blocks <= max_blocks:
-            return f"capacity of {hello.capacity_blocks} blocks is not within 1 to {max_blocks}"
+        if hello.capacity_blocks <= 0:
+            return f"a cache of {hello.capacity_blocks} blocks"
         if not pool.tokenizer_digest:
             return "" if 0 < hello.block_size <= _MAX_BLOCK_SIZE else f"block size {hello.block_size} is out of range"
         if (hello.block_size, hello.tokenizer_digest) != (pool.block_size, pool.tokenizer_digest):
@@ -96,6 +134,46 @@ class Members:
         """The first greeting that fits settles what registering did not tell."""
         if not self.record.tokenizer_digest:
             self.record = replace(self.record, block_size=hello.block_size, tokenizer_digest=hello.tokenizer_digest)
+
+    # -- what the answers of replicas without events teach
+
+    def prompt_tokens_of(self, reservation: Reservation, reported: int | None) -> int | None:
+        """What a prompt came to by its answer, and a lesson for the pool; None where it was known, or is not to be believed."""
+        if not reservation.num_bytes or reported is None:
+            return None
+        if not self.density.learn(reservation.num_bytes, reported):
+            return None
+        learned = self.density.bytes_per_token
+        if abs(learned - self.record.bytes_per_token) > _SAME_DENSITY * learned:
+            self.record = replace(self.record, bytes_per_token=learned)
+        return reported
+
+    def judge_cache_size(self, reservation: Reservation, cached_tokens: int | None, prompt_tokens: int) -> None:
+        """Whether a prompt was cached as far as it should be says how much the replica holds."""
+        replica, block = reservation.replica, self.block_tokens
+        cached = replica.cached_of(reservation, cached_tokens, prompt_tokens)
+        if cached is None:
+            return
+        predicted, bound = reservation.matched_in(prompt_tokens), self.capacity_of(replica)
+        if predicted - cached > max(_LEAST_MISSING_BLOCKS * block, _MISSING_SHARE * predicted):
+            if reservation.last_sent is not None:
+                # How many blocks were used since the first one that is gone: its own later ones and new ones were not.
+                new = len(reservation.names) * reservation.uncached_tokens // reservation.prompt_tokens
+                gone = int((predicted - cached) / block)
+                used_since = replica.holding.expected_since(reservation.last_sent) - new - gone
+                replica.cache_size.missed(max(used_since, 0), bound)
+        elif (
+            cached - predicted > max(_LEAST_MISSING_BLOCKS * block, (prompt_tokens - predicted) / 2)
+            and replica.holding.expected >= bound
+        ):
+            replica.cache_size.outlived(bound)
+
+    # -- how fast they are
+
+    def usual_fixed_s(self, prior: float) -> float:
+        """What a prompt costs on any of them even when all of it is cached."""
+        known = [replica.fixed_s for replica in self.replicas.values() if replica.fixed_s is not None]
+        return sum(known) / len(known) if known else prior
 
     def usual_rate(self, prior: float) -> float:
         """Prefill rate of a replica that was not measured yet: its peers run the same model, so theirs is the best guess."""

@@ -1,8 +1,10 @@
 """Chat → text → token ids, the same in gateway and worker: the public face of all that knows about prompts.
 
     router.chat             what a request says about its prompt
-    router.template         the model's chat template, in router.sandbox
-    router.tokenizer        text ↔ ids of a Hugging Face tokenizer, by way of router.segments
+    router.template         the model's chat template, in router.native_template or router.sandbox
+    router.tokenizer        text ↔ ids of a Hugging Face tokenizer, by way of router.native_tokenizer or router.segments
+    router.escape           special tokens in the texts of messages, when they shall be text
+    router.token_bytes      tokens → the bytes they stand for
     router.trivial          the same without files, for simulated replicas and tests
     router.tokenizer_files  what all of it is made from
     router.prompt_errors    what it raises
@@ -11,23 +13,25 @@ What must hold: ids equal those of `apply_chat_template` in Hugging Face transfo
 same ids for the same request; gateway and worker rely on it when they compare block names.
 
 A `Prompter` may be shared by an event loop and its worker threads. All of it is fixed at load but the segment cache, where
-no thread waits for another (`router.segments.SegmentCache`). What an encoding costs is its new text: 0.3 ms a KB, during which
-the interpreter's lock is free. Known text costs 1 to 8 us a KB, the template 4 to 15 us a message. So a short body is best
-encoded where it is, and one of more than some ten KB in a thread.
+no thread waits for another. What an encoding costs, and so where it is best done, `Prompter.seconds` estimates.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Final, Protocol
 
 from router.chat import Chat
+from router.escape import Escaper
 from router.prompt_errors import PromptError, TokenizerError
 from router.template import ChatTemplate
 from router.tokenizer_files import TokenizerConfig, TokenizerFiles
 from router.trivial import CHAT_TEMPLATE, TrivialTokenizer
+from router.wire import unpack_ids
 
 __all__ = ["DEFAULT_CACHE_BYTES", "PromptError", "Prompter", "TokenizerError", "TokenizerFiles", "load_prompter"]
 
@@ -46,8 +50,18 @@ class Tokenizer(Protocol):
     def eos_ids(self) -> frozenset[int]: ...
     @property
     def special_ids(self) -> frozenset[int]: ...
-    def encode(self, text: str, *, add_special_tokens: bool) -> array[int]: ...
+    @property
+    def is_native(self) -> bool: ...
+    @property
+    def added_tokens(self) -> Mapping[str, bool]:
+        """Texts that are tokens wherever they stand → whether they are special."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
+        """Ids as u32 in the machine's byte order."""
+
+    def encode_escaped(self, rendered: str, escaper: Escaper) -> bytes: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+    def token_bytes(self, id_: int) -> bytes: ...
 
 
 class Prompter:
@@ -63,22 +77,50 @@ class Prompter:
         """As the tokenizer's configuration says; a model's generation configuration may add to them."""
         self.special_ids = tokenizer.special_ids
         """What `decode` leaves out unless told otherwise."""
+        self._s_per_byte = 1.5e-8 if tokenizer.is_native else 3e-7
+        self._s_per_message = 4e-6 if template.is_native else 2e-5
+
+    @property
+    def is_native(self) -> bool:
+        """Whether fastokens and minijinja do its work."""
+        return self._template.is_native and self._tokenizer.is_native
+
+    def seconds(self, num_bytes: int, num_messages: int) -> float:
+        """What a never-seen request of this size costs, on the careful side (docs/tokens.md)."""
+        return num_bytes * self._s_per_byte + num_messages * self._s_per_message
 
     def render_chat(self, body: Mapping[str, Any], now: datetime) -> str:
         """The text of a chat completion request, given as JSON values. Raises PromptError.
 
         `now` is the wall clock, for templates that write the date into the prompt.
         """
-        chat = Chat.from_body(body).in_servers_form(join_parts=not self._template.reads_parts)
-        return self._template.render(chat, now)
+        return self._template.render(self._chat(body), now)
 
-    def encode_chat(self, body: Mapping[str, Any], now: datetime) -> array[int]:
-        """The ids of a chat completion request: nothing is added to what its template wrote. Raises PromptError."""
-        return self._tokenizer.encode(self.render_chat(body, now), add_special_tokens=False)
+    def pack_chat(self, body: Mapping[str, Any], now: datetime, *, escape: bool = False) -> bytes:
+        """The ids of a chat completion request as u32le bytes, the form that is hashed and sent. Raises PromptError.
+
+        Nothing is added to what its template wrote. `escape`: a special token in the text of a message is text, and gives the
+        ids of text.
+        """
+        if not escape:
+            return _little_endian(self._tokenizer.encode(self.render_chat(body, now), add_special_tokens=False))
+        marked = self._escaper.mark(self._chat(body))
+        return _little_endian(self._tokenizer.encode_escaped(self._template.render(marked, now), self._escaper))
+
+    def pack_text(self, text: str, add_special_tokens: bool = True) -> bytes:
+        """The ids of a plain prompt as u32le bytes, with what the model wants around one unless told otherwise.
+
+        Raises PromptError.
+        """
+        return _little_endian(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_chat(self, body: Mapping[str, Any], now: datetime, *, escape: bool = False) -> array[int]:
+        """`pack_chat` as numbers."""
+        return unpack_ids(self.pack_chat(body, now, escape=escape))
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> array[int]:
-        """The ids of a plain prompt, with what the model wants around one unless told otherwise. Raises PromptError."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        """`pack_text` as numbers."""
+        return unpack_ids(self.pack_text(text, add_special_tokens))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of these ids. Bytes that are no whole character come out as U+FFFD, ids without a meaning as nothing.
@@ -87,13 +129,42 @@ class Prompter:
         """
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, id_: int) -> bytes:
+        """The UTF-8 of one token, special ones included; perhaps not of whole characters. b'' for a u32 without a meaning."""
+        return self._tokenizer.token_bytes(id_)
 
-def load_prompter(files: TokenizerFiles, cache_bytes: int = DEFAULT_CACHE_BYTES) -> Prompter:
-    """May take seconds: for a thread, not for an event loop. Raises TokenizerError."""
+    def _chat(self, body: Mapping[str, Any]) -> Chat:
+        return Chat.from_body(body).in_servers_form(join_parts=not self._template.reads_parts)
+
+    @cached_property
+    def _escaper(self) -> Escaper:
+        literals = self._template.literals
+        return Escaper(
+            [
+                text
+                for text, special in self._tokenizer.added_tokens.items()
+                # Runs of line ends, which Gemma has as tokens, are in templates as plain text.
+                if special or (text in literals and not text.isspace())
+            ]
+        )
+
+
+def _little_endian(packed: bytes) -> bytes:
+    if sys.byteorder == "little":
+        return packed
+    ids = array("I", packed)
+    ids.byteswap()
+    return ids.tobytes()
+
+
+def load_prompter(files: TokenizerFiles, cache_bytes: int = DEFAULT_CACHE_BYTES, *, native: bool = True) -> Prompter:
+    """May take seconds: for a thread, not for an event loop. `native`: with fastokens and minijinja where they are there and
+    give the same ids. Raises TokenizerError.
+    """
     if files.kind == "trivial":
-        return Prompter(files.digest, ChatTemplate({"default": CHAT_TEMPLATE}, {}), TrivialTokenizer())
+        return Prompter(files.digest, ChatTemplate({"default": CHAT_TEMPLATE}, {}, native=native), TrivialTokenizer())
     from router.tokenizer import HFTokenizer  # only where needed: simulated fleets run without the library
 
     config = TokenizerConfig.parse(files.config_json)
-    template = ChatTemplate(config.chat_templates, config.special_tokens)
-    return Prompter(files.digest, template, HFTokenizer(files.tokenizer_json, config, cache_bytes))
+    template = ChatTemplate(config.chat_templates, config.special_tokens, native=native)
+    return Prompter(files.digest, template, HFTokenizer(files.tokenizer_json, config, cache_bytes, native=native))

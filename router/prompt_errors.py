@@ -13,7 +13,12 @@ __all__ = ["PromptError", "TokenizerError"]
 
 
 class PromptError(ValueError):
-    pass
+    """`code` and `param` are OpenAI's: what kind of mistake, and in which field."""
+
+    def __init__(self, message: str, *, code: str = "invalid_prompt", param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
 
 
 class TokenizerError(ValueError):

@@ -29,12 +29,13 @@ from typing import Literal
 
 import msgspec
 
-from router.blocks import BlockName, matchable_blocks
+from router.blocks import BlockName
 from router.fleet import Outcome, Replica, ReplicaView, Reservation
+from router.index import ENTRY_BYTES, Room
 from router.policies import KEY_TOKENS, POLICIES, Candidate, Turn
 from router.pool import Members, Pool
 from router.settings import PolicyName, RoutingSettings
-from router.trust import Step, Sync, Trust
+from router.trust import Snapshot, Step, Sync, Trust
 from router.wire import Batch, Frame, Hello, Load, ReplicaSpec
 
 __all__ = ["Decision", "Query", "Router", "UnknownReplica", "Unroutable"]
@@ -51,10 +52,10 @@ class Query:
     model: str
     names: Sequence[BlockName]
     num_tokens: int
+    num_bytes: int = 0
+    """Of its canonical text, where tokens are unknown and `num_tokens` is an estimate from it."""
     exclude: frozenset[str] = frozenset()
     """Replicas that were tried already."""
-    request_tokens_known: bool = True
-    """False when `num_tokens` is a guess that nothing should be learned from."""
     streamed: bool = True
     """False when the answer's first byte comes only with its last token, so that its time tells nothing of the prefill."""
 
@@ -82,6 +83,7 @@ class Router:
     def __init__(self, settings: RoutingSettings | None = None) -> None:
         self._settings = settings or RoutingSettings()
         self._choose = POLICIES[self._settings.policy]
+        self._room = Room(self._settings.index_bytes // ENTRY_BYTES)
         self._pools: dict[str, Members] = {}
         self._replicas: dict[str, Replica] = {}
         self._last_stamp = float("-inf")
@@ -105,7 +107,7 @@ class Router:
             members.require_fit(spec)
         if known is not None:
             self.remove(replica_id)
-        members = self._pools.setdefault(spec.model, Members(spec, now))
+        members = self._pools.setdefault(spec.model, Members(spec, now, self._settings, self._room))
         replica = Replica(replica_id, spec, members.index.join(), self._settings)
         if known is not None:
             replica.weight, replica.cordoned = known.weight, known.cordoned
@@ -159,7 +161,7 @@ class Router:
         return self._known(replica_id).spec
 
     def replicas(self) -> list[ReplicaView]:
-        return [replica.view() for replica in self._replicas.values()]
+        return [self._pools[replica.spec.model].view(replica) for replica in self._replicas.values()]
 
     def models(self) -> list[str]:
         return [model for model in self._pools if model]
@@ -194,29 +196,44 @@ class Router:
             replica.stale_at = math.inf
         return Sync.OK
 
-    def apply_snapshot(self, replica_id: str, frames: Sequence[Frame], now: float) -> Sync:
-        """Replace what is known of its cache by a snapshot: a greeting, batches, and the seq of the last frame.
+    def apply_snapshot(self, replica_id: str, frame: Frame, now: float) -> Sync:
+        """Take in the next frame of a snapshot: a greeting, which forgets what was known of its cache, then batches and loads.
 
-        `Sync.GAP`: it is no snapshot, or it cannot be true.
+        Until `end_snapshot` the picture grows and is not exact; decisions use what is there. `Sync.GAP`: it is no snapshot,
+        or it cannot be true.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:
             return Sync.OK
-        if not frames or not isinstance(frames[0], Hello):
+        if isinstance(frame, Hello):
+            if not self._fits(replica, frame):
+                return Sync.MISMATCH
+            index = self._pools[replica.spec.model].index
+            if frame.epoch == replica.stream.epoch:
+                index.clear_confirmed(replica.holding)
+            else:
+                index.clear(replica.holding)
+            replica.stream.disown()
+            replica.snapshot = Snapshot(frame.epoch, frame.seq)
+        elif replica.snapshot is None:
             return Sync.GAP
-        hello, index = frames[0], self._pools[replica.spec.model].index
-        if not self._fits(replica, hello):
-            return Sync.MISMATCH
-        if hello.epoch == replica.stream.epoch:
-            index.clear_confirmed(replica.holding)
         else:
-            index.clear(replica.holding)
-        replica.stream.snapshot(hello.epoch, frames[-1].seq)
-        for frame in frames:
+            replica.snapshot.seq = frame.seq
             if isinstance(frame, Load):
                 replica.take_load(frame, now)
-            elif isinstance(frame, Batch) and not self._change(replica, frame):
+            elif not self._change(replica, frame):
                 return Sync.GAP
+        return Sync.OK
+
+    def end_snapshot(self, replica_id: str) -> Sync:
+        """The snapshot is complete: the picture is true for the seq of its last frame. `Sync.GAP`: there was none."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return Sync.OK
+        snapshot, replica.snapshot = replica.snapshot, None
+        if snapshot is None:
+            return Sync.GAP
+        replica.stream.snapshot(snapshot.epoch, snapshot.seq)
         if replica.stream.exact:
             replica.stale_at = math.inf
         return Sync.OK
@@ -277,31 +294,46 @@ class Router:
             stamp=self._last_stamp,
             prompt_tokens=decision.prompt_tokens,
             matched_tokens=decision.matched_tokens,
-            tokens_known=query.request_tokens_known,
             streamed=query.streamed,
             begun_at=now,
             permit=replica.breaker.begin(now),
+            num_bytes=query.num_bytes,
         )
         replica.reserve(reservation)
         if replica.trust is not Trust.BLIND:
             members = self._pools[replica.spec.model]
-            cap = replica.capacity_blocks or self._settings.learned_tokens // members.record.block_size
-            members.index.expect(replica.holding, query.names, reservation.stamp, cap)
+            cap = min(members.capacity_of(replica), self._room.limit)
+            reservation.last_sent = members.index.expect(replica.holding, query.names, reservation.stamp, cap)
+            self._make_room()
         return reservation
 
     def answered(self, reservation: Reservation, now: float) -> None:
         """Its first body byte came: its prefill is done. Raises `ReservationError` after `finish`."""
         reservation.replica.answered(reservation, now)
 
-    def finish(self, reservation: Reservation, now: float, outcome: Outcome, cached_tokens: int | None) -> None:
+    def finish(
+        self,
+        reservation: Reservation,
+        now: float,
+        outcome: Outcome,
+        cached_tokens: int | None,
+        prompt_tokens: int | None = None,
+    ) -> None:
         """It ended, in whatever way. Exactly once: a second call raises `ReservationError`.
 
-        `cached_tokens` is what the replica reported, None when it did not.
+        `cached_tokens` and `prompt_tokens` are what the replica reported, None when it did not.
         """
         replica = reservation.replica
-        computed = replica.finish(reservation, now, outcome, cached_tokens)
-        if not computed and self._replicas.get(replica.id) is replica:
-            self._pools[replica.spec.model].index.retract(replica.holding, reservation.names, reservation.stamp)
+        members = self._pools[replica.spec.model] if self._replicas.get(replica.id) is replica else None
+        if members is None or outcome is not Outcome.OK:
+            computed = replica.finish(reservation, now, outcome, cached_tokens)
+            if members is not None and not computed:
+                members.index.retract(replica.holding, reservation.names, reservation.stamp)
+            return
+        counted = members.prompt_tokens_of(reservation, prompt_tokens)
+        replica.finish(reservation, now, outcome, cached_tokens, counted)
+        if members.record.key_space == "text":
+            members.judge_cache_size(reservation, cached_tokens, counted or reservation.prompt_tokens)
 
     # -- inside
 
@@ -314,7 +346,7 @@ class Router:
     def _fits(self, replica: Replica, hello: Hello) -> bool:
         """Whether its pool can use it; remembers the answer."""
         members = self._pools[replica.spec.model]
-        replica.mismatch = members.misfit(hello, self._settings.max_blocks)
+        replica.mismatch = members.misfit(hello)
         if replica.mismatch:
             members.index.clear(replica.holding)
             replica.stream.cut()
@@ -322,7 +354,30 @@ class Router:
             return False
         members.learn(hello)
         replica.hello = hello
+        replica.indexed = self._has_room_for(replica)
+        if not replica.indexed:
+            members.index.clear(replica.holding)
         return True
+
+    def _has_room_for(self, replica: Replica) -> bool:
+        """Whether all that it can hold fits into the index beside all that the others can."""
+        others = sum(
+            other.capacity_blocks for other in self._replicas.values() if other.indexed and other is not replica
+        )
+        wanted = replica.capacity_blocks
+        return wanted <= self._settings.max_blocks and others + wanted <= self._room.limit
+
+    def _make_room(self) -> None:
+        """Drop what was sent anywhere longest ago, until the index is within its memory again.
+
+        What events say is never dropped, because there is room for all that replicas can hold (`_has_room_for`).
+        """
+        room = self._room
+        while room.used > room.limit:
+            oldest = min(self._replicas.values(), key=lambda replica: replica.holding.oldest_stamp)
+            if not oldest.holding.expected:
+                return
+            self._pools[oldest.spec.model].index.drop_oldest(oldest.holding, room.used - room.limit)
 
     def _greet(self, replica: Replica, hello: Hello) -> Sync:
         if not self._fits(replica, hello):
@@ -335,6 +390,8 @@ class Router:
 
     def _change(self, replica: Replica, batch: Batch) -> bool:
         """Apply a batch to the index. False: the replica claims more blocks than it has, so nothing it said is believed."""
+        if not replica.indexed:
+            return True
         index, holding = self._pools[replica.spec.model].index, replica.holding
         if batch.cleared:
             index.clear(holding)
@@ -342,9 +399,11 @@ class Router:
         for run in batch.stored:
             index.store(holding, run.names)
         if holding.confirmed <= replica.capacity_blocks:
+            self._make_room()
             return True
         index.clear(holding)
         replica.stream.disown()
+        replica.snapshot = None
         return False
 
     def _drop_expired(self, replica: Replica, now: float) -> None:
@@ -363,19 +422,21 @@ class Router:
         """Every replica of the pool in seconds, and w."""
         settings = self._settings
         num_tokens, exclude = query.num_tokens, query.exclude
-        block_size = members.record.block_size
-        depths = members.index.match(query.names, matchable_blocks(num_tokens, block_size))
+        block_tokens = members.block_tokens
+        most_matched = max(num_tokens - 1, 0)  # where tokens are unknown, both are estimates
+        depths = members.index.match(query.names, members.matchable(num_tokens, query.num_bytes))
         usual_rate = members.usual_rate(settings.prefill_tok_s)
+        fixed_s = members.usual_fixed_s(settings.fixed_s)
         least_wait = math.inf
         rows = []
         for replica in members.replicas.values():
             rate = members.rate_of(replica, usual_rate, settings.same_rate_within)
-            matched = depths.get(replica.holding.slot, 0) * block_size
+            matched = min(int(depths.get(replica.holding.slot, 0) * block_tokens), most_matched)
             wait = replica.wait_s(now, rate)
             why_not = "excluded" if replica.id in exclude else replica.why_not(now)
             if not why_not and wait < least_wait:
                 least_wait = wait
-            rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + settings.fixed_s))
+            rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + fixed_s))
         w = 1.0 if least_wait == math.inf else min(1.0 + settings.w_per_wait_s * least_wait, settings.max_w)
         candidates = tuple(
             [

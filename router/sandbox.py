@@ -10,6 +10,7 @@ sandbox. That keeps it from reaching out and from changing the request; it does 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, Final, Never
 
 import jinja2
@@ -19,12 +20,24 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-__all__ = ["compile_template"]
+__all__ = ["compile_template", "parse_template", "template_literals", "tojson"]
 
 
 def compile_template(source: str) -> jinja2.Template:
     """Milliseconds to tens of them, so once per model. What jinja2 or Python's compiler raises passes through."""
     return _ENVIRONMENT.from_string(source)
+
+
+def parse_template(source: str) -> nodes.Template:
+    """The source as a syntax tree. What jinja2 raises passes through."""
+    return _ENVIRONMENT.parse(source)
+
+
+def template_literals(source: str) -> Iterator[str]:
+    """Every text that stands in a template as it is, or is quoted there."""
+    tree = parse_template(source)
+    yield from (node.data for node in tree.find_all(nodes.TemplateData))
+    yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
 
 
 class _Generation(Extension):
@@ -71,7 +84,7 @@ def _raise_exception(message: str) -> Never:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(
+def tojson(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
@@ -86,7 +99,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = tojson
     environment.globals.update(raise_exception=_raise_exception, namespace=_PlainNamespace, dict=_DictMaker())
     return environment
 

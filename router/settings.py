@@ -27,9 +27,13 @@ class RoutingSettings:
     prefill_tok_s: float = 8000.0
     """Prefill rate of a replica before anything is known of it or its peers: about an 8B model on one GPU."""
     fixed_s: float = 0.02
-    """What a prompt costs even when all of it is cached."""
-    running_s: float = 0.0005
-    """What each running decode adds to a new prompt's wait where the replica does not report its step time."""
+    """What a prompt costs even when all of it is cached, until it was learned of a replica that does not tell."""
+    bytes_per_token: float = 4.0
+    """Bytes of text a token stands for where tokens are unknown, until it was learned: English in current vocabularies."""
+    running_s: float = 0.002
+    """What each running decode adds to a new prompt's wait, at least. A step delays a prompt by less; the rest stands for
+    what prefill and a fuller batch cost those who are being answered. With less, a nearly idle fleet sends everything to
+    where the common system prompt is (docs/routing.md)."""
     w_per_wait_s: float = 8.0
     """How much w rises with each second that even the least busy replica would let a prompt wait. With 2 a fleet near
     saturation gave up too much of its cache (docs/routing.md); with 20 a half busy one waits for the cache too long."""
@@ -46,9 +50,13 @@ class RoutingSettings:
     learned_ttl_s: float = 600.0
     """How long a block that was sent to a replica without events counts."""
     learned_tokens: int = 1 << 20
-    """KV tokens that a replica which does not tell is taken to hold; 0 learns nothing and routes by load."""
-    max_blocks: int = 1 << 20
-    """Blocks of one replica that the index accepts: 16 M tokens, about 130 MB."""
+    """KV tokens that a replica which does not tell is taken to hold, until it was learned; 0 learns nothing and routes by
+    load."""
+    max_blocks: int = 1 << 17
+    """Blocks of one replica that are followed by its events: 2 M tokens of 16. Forgetting so many at once takes 10 ms; a
+    larger replica is known by what was sent there."""
+    index_bytes: int = 1 << 30
+    """Memory that the index may take: 4.9 M blocks of a replica, enough for 74 replicas with a million tokens each."""
     load_fresh_s: float = 3.0
     """A load frame older than this is no truth any more; at least one comes every second."""
     stale_after_s: float = 60.0

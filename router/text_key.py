@@ -1,8 +1,8 @@
 """The key space of replicas whose tokens are unknown: a canonical text of a request, cut into chunks by `router.blocks`.
 
-The walk is the same for ``prompt`` and ``messages``: tools first (templates put them before the talk), then each message's
-role and content. A longer talk therefore starts with the bytes of the shorter one, whatever order or spacing the client's
-JSON had.
+The walk is the same for ``prompt``, ``messages`` and ``input``: tools first (templates put them before the talk), then
+instructions, then each message's role and content. A longer talk therefore starts with the bytes of the shorter one, whatever
+order or spacing the client's JSON had.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["BYTES_PER_TOKEN", "canonical_text"]
-
-BYTES_PER_TOKEN: Final = 4
-"""English text in current vocabularies; a prior, good enough to compare one prompt with another."""
+__all__ = ["canonical_text"]
 
 _FIELD: Final = b"\x1f"
 _MESSAGE: Final = b"\x1e"
@@ -31,12 +28,15 @@ def _walk(body: Mapping[str, Any]) -> Iterator[bytes]:
     if tools:
         yield msgspec.json.encode(tools, order="sorted")
         yield _MESSAGE
-    messages = body.get("messages")
-    if isinstance(messages, list):
+    if instructions := body.get("instructions"):
+        yield _text(instructions)
+        yield _MESSAGE
+    messages = body.get("messages", body.get("input"))
+    if isinstance(messages, list) and not (messages and type(messages[0]) is int):
         for message in messages:
             yield from _message(message)
     else:
-        yield _text(body.get("prompt"))
+        yield _text(body.get("prompt") if messages is None else messages)
 
 
 def _message(message: object) -> Iterator[bytes]:
@@ -58,7 +58,7 @@ def _message(message: object) -> Iterator[bytes]:
 
 
 def _part(part: object) -> bytes:
-    if isinstance(part, Mapping) and part.get("type") == "text":
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
         return _text(part.get("text"))
     return _text(part)
 

@@ -9,10 +9,11 @@ characters apart.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
+from router.escape import Escaper
 from router.prompt_errors import PromptError
 from router.wire import unpack_ids
 
@@ -38,18 +39,24 @@ CHAT_TEMPLATE: Final = """\
 
 
 class TrivialTokenizer:
+    is_native: bool = True
     vocab_size: int = 1 << 32
     max_id: int = EOS_ID
     bos_id: int | None = None
     eos_ids: frozenset[int] = frozenset({EOS_ID})
     special_ids: frozenset[int] = frozenset({EOS_ID})
+    added_tokens: Mapping[str, bool] = MappingProxyType({})
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
+    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
         try:
             data = text.encode()
         except UnicodeEncodeError as error:
             raise PromptError("the prompt has half of a surrogate pair, which is no character") from error
-        return unpack_ids(data + bytes(-len(data) % _ID_BYTES))
+        return unpack_ids(data + bytes(-len(data) % _ID_BYTES)).tobytes()
+
+    def encode_escaped(self, rendered: str, escaper: Escaper) -> bytes:
+        """No text has a special id here, marked or not."""
+        return self.encode(rendered, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         eos = b"" if skip_special_tokens else _EOS_TEXT
@@ -58,3 +65,6 @@ class TrivialTokenizer:
         except (OverflowError, AttributeError) as error:
             raise PromptError("token ids must be integers from 0 to 2**32 - 1") from error
         return data.replace(b"\0", b"").decode(errors="replace")
+
+    def token_bytes(self, id_: int) -> bytes:
+        return _EOS_TEXT if id_ == EOS_ID else id_.to_bytes(_ID_BYTES, "little").replace(b"\0", b"")

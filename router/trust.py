@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Accuracy", "EventStream", "Step", "Sync", "Trust"]
+__all__ = ["Accuracy", "EventStream", "Snapshot", "Step", "Sync", "Trust"]
 
 
 class Trust(Enum):
@@ -46,6 +46,15 @@ class Step(Enum):
     """Seen before: drop it."""
     GAP = "gap"
     """Batches are missing: drop it, and do not believe the index until they are here."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """One that is being taken in."""
+
+    epoch: str
+    seq: int
+    """What it is true for, once all of it is here."""
 
 
 class EventStream:

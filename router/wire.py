@@ -23,6 +23,7 @@ import msgspec
 __all__ = [
     "HASH_SCHEME",
     "MAX_FRAME_BYTES",
+    "MAX_FRAME_NAMES",
     "Batch",
     "Frame",
     "FrameDecoder",
@@ -43,8 +44,11 @@ __all__ = [
 HASH_SCHEME: Final = "xxh3-64/1"
 """Name and version of the block naming scheme (`router.blocks`); replica and gateway must agree on it."""
 
-MAX_FRAME_BYTES: Final = 4 << 20
+MAX_FRAME_BYTES: Final = 256 << 10
 """A replica is untrusted input: a longer frame ends the stream. A snapshot is cut into batches well below this."""
+MAX_FRAME_NAMES: Final = 1 << 14
+"""Names (of blocks and of requests) in a frame: what the index takes in within 10 ms. An engine step changes far fewer: so
+many blocks are 262,144 tokens."""
 
 _LENGTH_BYTES: Final = 4
 
@@ -153,12 +157,25 @@ class FrameDecoder:
                     break
                 payload = bytes(buffer[start + _LENGTH_BYTES : end])
                 start = end
-                try:
-                    yield _frame_decoder.decode(payload)
-                except msgspec.MsgspecError as error:
-                    raise FrameError(str(error)) from error
+                yield _decode(payload)
         finally:
             del buffer[:start]
+
+
+def _decode(payload: bytes) -> Frame:
+    try:
+        frame = _frame_decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(str(error)) from error
+    if (count := _num_names(frame)) > MAX_FRAME_NAMES:
+        raise FrameError(f"frame of {count} names is longer than {MAX_FRAME_NAMES}")
+    return frame
+
+
+def _num_names(frame: Frame) -> int:
+    if isinstance(frame, Batch):
+        return len(frame.removed) + len(frame.stored) + sum([len(run.names) for run in frame.stored])
+    return len(frame.admitted) if isinstance(frame, Load) else 0
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,6 +210,8 @@ class PromptField(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     prompt_ids: str = ""
     """base64 of u32le token ids; '' when the worker shall render and tokenize (several prompts in one body)."""
+    escape: bool = False
+    """Whether special tokens in the texts of messages are text, should the worker render them (`router.escape`)."""
     salt: str = ""
     seed: int | None = None
     request_id: str = ""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -21,10 +22,10 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp, *, port: int = 0) -> AsyncIterator[str]:
-    """Yields the base URL. On exit the connections that are left are cut."""
+async def serving(app: ASGIApp, *, port: int = 0, http: Any = "httptools") -> AsyncIterator[str]:
+    """Yields the base URL. On exit the connections that are left are cut. `http`: uvicorn's protocol."""
     listener = socket.create_server(("127.0.0.1", port), backlog=128)
-    config = uvicorn.Config(app, http="httptools", lifespan="off", log_level="critical", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, http=http, lifespan="off", log_level="critical", timeout_graceful_shutdown=1)
     server = _Server(config)
     task = asyncio.create_task(server.serve([listener]))
     try:

@@ -16,9 +16,10 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
@@ -29,24 +30,20 @@ import uvloop
 from router.blocks import BLOCK_SIZE
 from router.prompt import TokenizerError, TokenizerFiles, load_prompter
 from router.wire import ReplicaSpec
-from workers.client import EngineClient, EngineDead, InProcessEngineClient, ProcessEngineClient
-from workers.engine import Engine
+from workers.client import EngineClient, EngineDead, ProcessEngineClient
 from workers.engine_process import EngineArgs
 from workers.hub import LocalModel, cache_dir, resolve
-from workers.lifecycle import bind, is_loopback, reachable_url, serve, stop_signals
+from workers.lifecycle import ServedApp, bind, is_loopback, reachable_url, serve, stop_signals
 from workers.model_config import read_config
 from workers.model_errors import ModelDamaged, ModelError
 from workers.protocol import EngineInfo
 from workers.register import Registration
 from workers.server import ReplicaApp
-from workers.simulated import SIMULATED_TOKEN_BUDGET, SimulatedRunner, TimeModel, simulated_info
+from workers.simulated_options import SimulatedOptions, simulated_options
 
 __all__ = ["main"]
 
 SIMULATED: Final = "simulated"
-
-SIMULATED_KV_BYTES_PER_TOKEN: Final = 128 << 10
-"""What a token of an 8-billion model with grouped queries takes in bf16; it only gives --kv-memory a meaning."""
 
 DEFAULT_KV_BYTES: Final = 512 << 20
 DEFAULT_NUM_SEQS: Final = 64
@@ -85,12 +82,10 @@ class Options:
     replica_id: str | None
     credential: str
     advertise: str | None
-    replicas: int
-    speedup: float
-    tokens_per_chunk: int
     grace: float
     cache: Path
     plan_only: bool
+    simulated: SimulatedOptions
 
     def __post_init__(self) -> None:
         for url in (*self.gateway, *([self.advertise] if self.advertise else [])):
@@ -106,15 +101,18 @@ class Options:
                 raise click.UsageError(f"{name} takes 1 to 512 printable characters without spaces")
         if self.replica_id is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", self.replica_id):
             raise click.UsageError("--replica-id takes 1 to 63 characters of a-z, 0-9 and -, with no - at its ends")
-        for name, number in (("--speedup", self.speedup), ("--grace", self.grace)):
-            if not math.isfinite(number):
-                raise click.UsageError(f"{name} takes a finite number")
+        if not math.isfinite(self.grace):
+            raise click.UsageError("--grace takes a finite number")
+        if self.model != SIMULATED and self.simulated.given:
+            raise click.UsageError(f"{self.simulated.given[0]} is for simulated replicas")
         if self.replicas > 1:
             self._check_several()
 
+    @property
+    def replicas(self) -> int:
+        return self.simulated.num_replicas
+
     def _check_several(self) -> None:
-        if self.model != SIMULATED:
-            raise click.UsageError("--replicas is for simulated ones; start a process for each real one")
         if self.advertise:
             raise click.UsageError("--advertise is the URL of one replica, not of several")
         if self.port and self.port + self.replicas - 1 > 65535:
@@ -145,11 +143,27 @@ _cache_option = click.option(
 )
 
 
+class _ServeCommand(click.Command):
+    """Help with a section of its own for what only simulated replicas take."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Options of simulated replicas": []}
+        names = {each.name for each in fields(SimulatedOptions)}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
+                sections["Options of simulated replicas" if param.name in names else "Options"].append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
 @click.command(
+    cls=_ServeCommand,
     epilog="""\b
 Examples:
   python -m workers simulated --port 8101
   python -m workers simulated --replicas 8 --port 8101 --gateway http://127.0.0.1:8001 --join-token wpj-…
+  python -m workers simulated --preset h100-8b --jitter 0.1 --fault 503=2:5% --fault 0/hang-after=3:*/20
   python -m workers default --gateway http://127.0.0.1:8001 --join-token wpj-…
   python -m workers ./Qwen2.5-0.5B-Instruct --precision bf16 --kv-memory 1GiB
   python -m workers ./model.gguf --plan-only
@@ -190,40 +204,25 @@ Examples:
 )
 @click.option("--advertise", help="URL under which gateways reach it.  [default: where it listens]")
 @click.option(
-    "--replicas",
-    type=click.IntRange(1, 256),
-    default=1,
-    show_default=True,
-    help="Simulated ones to run in this process, each with its own port and cache.",
-)
-@click.option(
-    "--speedup", type=click.FloatRange(min=0, min_open=True), default=1.0, help="Of a simulated replica's time."
-)
-@click.option(
-    "--tokens-per-chunk",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Of a simulated replica, after the first token: fewer, longer events cost less CPU.",
-)
-@click.option(
     "--grace", type=click.FloatRange(0, 600), default=2.0, show_default=True, help="Seconds for answers at the end."
 )
 @_cache_option
 @click.option("--plan-only", is_flag=True, help="Say what memory it would take, and end.")
+@simulated_options
 def _serve_command(**values: Any) -> None:
     """Run a replica of MODEL: a folder, a .gguf file, a hub id, 'default' or 'simulated'."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every heartbeat
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    options = Options(**values)
+    simulated = SimulatedOptions(**{each.name: values.pop(each.name) for each in fields(SimulatedOptions)})
+    options = Options(**values, simulated=simulated)
     try:
         if options.plan_only:
             click.echo(_plan(options))
             return
-        engines, files = _simulated(options) if options.model == SIMULATED else _torch(options)
+        kit = _simulated(options) if options.model == SIMULATED else _torch(options)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            alive = runner.run(_run(options, engines, files))
+            alive = runner.run(_run(options, kit))
     except (ModelError, TokenizerError, EngineDead) as error:
         raise click.ClickException(str(error)) from error
     if not alive:
@@ -249,8 +248,19 @@ def main() -> None:
         _serve_command(prog_name="python -m workers")
 
 
-async def _run(options: Options, engines: Sequence[EngineClient], files: TokenizerFiles) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kit:
+    """What the two kinds of replica differ in."""
+
+    engines: Sequence[EngineClient]
+    files: TokenizerFiles
+    finish: Callable[[int, ReplicaApp], ServedApp] = lambda number, app: app
+    """Makes of a replica's app what is served."""
+
+
+async def _run(options: Options, kit: _Kit) -> bool:
     """One replica for each engine. False when an engine died; then the others end too."""
+    engines, files = kit.engines, kit.files
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(_bind(options, number)) for number in range(len(engines))]
         stop = stack.enter_context(stop_signals())
@@ -259,7 +269,9 @@ async def _run(options: Options, engines: Sequence[EngineClient], files: Tokeniz
             infos = await _start(engines, stop)
             if infos is None:
                 return True
-            prompter = await asyncio.get_running_loop().run_in_executor(executor, load_prompter, files)
+            # Its gateway sends ids, so a worker seldom tokenizes: what that would save is less than a longer start costs.
+            load = partial(load_prompter, files, native=False)
+            prompter = await asyncio.get_running_loop().run_in_executor(executor, load)
             if prompter.max_id >= infos[0].vocab_size:
                 raise ModelDamaged(
                     f"the tokenizer has ids up to {prompter.max_id}, the model's embedding ends at "
@@ -282,10 +294,11 @@ async def _run(options: Options, engines: Sequence[EngineClient], files: Tokeniz
             click.echo(_describe(infos[0]))
             for sock in socks:
                 click.echo(f"listening on {reachable_url(sock)}")
+            served = [kit.finish(number, app) for number, app in enumerate(apps)]
             async with asyncio.TaskGroup() as group:
                 serving = [
                     group.create_task(_serve(options, number, app, infos[number], engines[number], socks[number], stop))
-                    for number, app in enumerate(apps)
+                    for number, app in enumerate(served)
                 ]
             return all(task.result() for task in serving)
         finally:
@@ -296,7 +309,7 @@ async def _run(options: Options, engines: Sequence[EngineClient], files: Tokeniz
 async def _serve(
     options: Options,
     number: int,
-    app: ReplicaApp,
+    app: ServedApp,
     info: EngineInfo,
     engine: EngineClient,
     sock: socket.socket,
@@ -353,28 +366,23 @@ def _replica_id(sock: socket.socket) -> str:
 # --- the two kinds of engine -----------------------------------------------------------------------------------------
 
 
-def _simulated(options: Options) -> tuple[list[EngineClient], TokenizerFiles]:
-    sizes: dict[str, int] = {}
-    if options.kv_memory is not None:
-        sizes["kv_tokens"] = options.kv_memory // SIMULATED_KV_BYTES_PER_TOKEN
-    if options.max_num_seqs is not None:
-        sizes["max_num_seqs"] = options.max_num_seqs
-    if options.max_model_len is not None:
-        sizes["max_model_len"] = options.max_model_len
-    info = simulated_info(model=options.served_model_name or SIMULATED, **sizes)
-    if not info.num_blocks:
-        raise click.UsageError(f"--kv-memory holds no block of {BLOCK_SIZE * SIMULATED_KV_BYTES_PER_TOKEN} bytes")
-    time_model = TimeModel(speedup=options.speedup)
-    engines: list[EngineClient] = []
-    for _ in range(options.replicas):
-        runner = SimulatedRunner(info, time_model)
-        engine = Engine(runner, token_budget=SIMULATED_TOKEN_BUDGET, clock=runner.clock)
-        engine.warm_up()
-        engines.append(InProcessEngineClient(engine, tokens_per_chunk=options.tokens_per_chunk))
-    return engines, TokenizerFiles(kind="trivial")
+def _simulated(options: Options) -> _Kit:
+    simulated = options.simulated
+    info = simulated.info(
+        model=options.served_model_name or SIMULATED,
+        kv_memory=options.kv_memory,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+    )
+    replicas = [simulated.build(info, number) for number in range(options.replicas)]
+    return _Kit(
+        engines=[replica.client for replica in replicas],
+        files=TokenizerFiles(kind="trivial"),
+        finish=lambda number, app: replicas[number].with_faults(app, options.credential),
+    )
 
 
-def _torch(options: Options) -> tuple[list[EngineClient], TokenizerFiles]:
+def _torch(options: Options) -> _Kit:
     from workers.tokenizer_files import load_tokenizer_files
 
     local = _resolve(options.model, options.cache)
@@ -389,7 +397,7 @@ def _torch(options: Options) -> tuple[list[EngineClient], TokenizerFiles]:
         max_model_len=options.max_model_len,
         block_size=BLOCK_SIZE,
     )
-    return [ProcessEngineClient(args)], load_tokenizer_files(local.path)
+    return _Kit(engines=[ProcessEngineClient(args)], files=load_tokenizer_files(local.path))
 
 
 def _resolve(model: str, cache: Path) -> LocalModel:

@@ -27,6 +27,9 @@ __all__ = ["Draw", "adjust"]
 _GREEDY_BELOW: Final = 1e-5
 """Temperatures below are greedy: dividing by them would overflow."""
 
+_LEAST_REPETITION_PENALTY: Final = 1e-20
+"""Smaller ones count as this: in fp32 they become 0, and what the grammar forbids no number any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -85,7 +88,7 @@ def _adjust_row(logits: torch.Tensor, draw: Draw, eos_ids: Sequence[int]) -> Non
     if sampling.repetition_penalty != 1.0:
         seen = _tensor(draw.ids, 0, draw.position, vocab)
         values = logits[seen]
-        penalty = sampling.repetition_penalty
+        penalty = max(sampling.repetition_penalty, _LEAST_REPETITION_PENALTY)
         # A token that is there twice is written twice, with the same value.
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if sampling.frequency_penalty or sampling.presence_penalty:

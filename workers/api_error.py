@@ -51,11 +51,13 @@ def decode_json(decoder: msgspec.json.Decoder[_T], body: bytes, root: str = "") 
         raise ApiError(400, "invalid_json", "The request body is nested too deeply.") from error
 
 
+_AT: Final = re.compile(r"(?P<reason>.*) - at (`key` in )?`\$(?P<path>.*)`", re.DOTALL)
+
+
 def _place(text: str, root: str) -> tuple[str | None, str]:
     """msgspec writes "Expected `int`, got `str` - at `$.stop[1]`": the field's path, and the sentence with that path."""
-    reason, _, path = text.rpartition(" - at `$")
-    if not reason:
-        reason, path = text, ""
+    match = _AT.fullmatch(text)
+    reason, path = (match["reason"], match["path"]) if match else (text, "")
     missing = re.search(r"missing required field `(\w+)`", reason)
-    param = (root + path.rstrip("`") + (f".{missing[1]}" if missing else "")).lstrip(".")
+    param = (root + path.replace("[...]", "") + (f".{missing[1]}" if missing else "")).lstrip(".")
     return (param or None), f"{reason} at '{param}'" if param else reason

@@ -31,7 +31,7 @@ from typing import Final
 
 import torch
 
-from workers.engine import ScheduledSeq
+from workers.step import ScheduledSeq
 
 __all__ = ["TILE", "Attention", "AttentionPlan", "Heights", "KVCache", "choose_heights"]
 

@@ -180,7 +180,8 @@ class _Client(ABC):
         if self._dead is not None:
             raise EngineDead(self._dead)
         generation = Generation(submit, self._leave)
-        num_tokens = generation.prompt_tokens + len(submit.resume) // 4
+        # The choices of a prompt share it, and the first one computes it.
+        num_tokens = 0 if submit.sampling.choice else generation.prompt_tokens + len(submit.resume) // 4
         self._check_queue(num_tokens)
         self._open[generation.rid] = generation
         self._queued[generation.rid] = num_tokens

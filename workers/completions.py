@@ -1,58 +1,39 @@
 """One request's life in the HTTP process: a checked request in, sequences to the engine, an answer out.
 
-    GenerationRequest → ids of each prompt → one Submit a choice → Output → text → an answer, whole or as a stream
+    GenerationRequest → prepare → one Submit a choice → Output → Choice → Delta → an answer, whole or as a stream
 
 What must hold: every sequence that was submitted is released when the request ends, however it ends, so a client that
-leaves frees its blocks. A stream has no status line before its first token: until then an error is a status, after it an
-event without `DONE`.
+leaves frees its blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Final, Protocol
+from typing import Final
 
+import msgspec
 from starlette.types import Receive
 
+from router.wire import unpack_ids
 from workers.api_error import ApiError
-from workers.asgi import Header, Reply, WhileConnected
-from workers.choice import Choice
+from workers.asgi import Reply, WhileConnected
 from workers.client import EngineBusy, EngineClient, EngineDead, Generation
 from workers.encoder import Encoder
 from workers.metrics import WorkerMetrics
 from workers.openai import GenerationRequest
-from workers.prompts import completion_prompts
+from workers.prepare import PreparedAnswer, PreparedChoice, Preparer
 from workers.protocol import EngineInfo, Output, Submit
-from workers.shapes import DONE, FinishedChoice, Shape, Usage, error_event
-from workers.submission import check_model, check_request, given_ids, submissions
+from workers.shapes import Opening, Shape
+from workers.submission import check_model
+from workers.writers import AnswerWriter, StreamWriter, WholeWriter
 
 __all__ = ["Completions"]
 
-_EVENT_STREAM: Final[Sequence[Header]] = (
-    (b"content-type", b"text/event-stream"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
-
-
-class _Writer(Protocol):
-    """How an answer goes out: at its end, or as it comes."""
-
-    async def show(self, choice: Choice, text: str) -> None:
-        """New text of a choice, or its end, or both."""
-        ...
-
-    async def finish(self, usage: Usage) -> None: ...
-
-    async def fail(self, error: ApiError) -> None:
-        """Raises `error` as long as it can still be a status."""
-        ...
+_NOTHING_WANTED: Final = Output(rid=0, ids=[], finish_reason="length")
 
 
 class Completions:
@@ -63,50 +44,62 @@ class Completions:
         self._info = info
         self._encoder = encoder
         self._metrics = metrics
-        self._rids = itertools.count(1)
+        self._preparer = Preparer(info, encoder)
         self.num_open = 0
         """Sequences that the engine has to do with, as far as we know."""
 
     async def answer(self, request: GenerationRequest, reply: Reply, receive: Receive) -> None:
         """Raises `ApiError` as long as the answer has not begun, and `workers.asgi.ClientGone`."""
         check_model(request.model, self._info)
-        prompts = await self._encode(request)
-        check_request(request, prompts, self._info)
-        seed = request.seed if request.seed is not None else secrets.randbits(64)
-        submits = submissions(request, prompts, self._info, request_id=reply.request_id, seed=seed, rids=self._rids)
-        decode = self._encoder.prompter.decode
-        choices = [Choice(index, decode, request.stop) for index in range(len(submits))]
-        writer = self._writer(request, reply)
+        answer = await self._preparer.prepare(request, reply.request_id)
+        writer = self._writer(request, reply, answer)
+        telling = [_Telling(request, prepared, writer) for prepared in answer.choices]
         async with WhileConnected(receive), AsyncExitStack() as stack:
-            # All or none: the first refusal leaves those before it.
-            generations = [await stack.enter_async_context(self._submit(submit)) for submit in submits]
             try:
-                await _run_all([self._follow(*pair, writer) for pair in zip(choices, generations, strict=True)])
+                if request.only_echoes:
+                    for each in telling:
+                        await each.tell(_NOTHING_WANTED)
+                else:
+                    # Of a resumed stream the choice may have ended. All or none: the first refusal leaves those before it.
+                    going = [each for each in telling if each.prepared.choice.end is None]
+                    generations = [
+                        await stack.enter_async_context(self._submit(each.prepared.submit)) for each in going
+                    ]
+                    await _run_all([self._follow(*pair) for pair in zip(going, generations, strict=True)])
             except ApiError as error:
                 await writer.fail(error)
             else:
-                await writer.finish(_usage(request, choices, prompts))
+                await writer.finish()
 
-    async def _encode(self, request: GenerationRequest) -> list[bytes]:
-        given = given_ids(request)
-        if given is not None:
-            return [given]
-        if request.chat:
-            return [await self._encoder.encode_chat(request.body)]
-        return [
-            await self._encoder.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
-            for prompt in completion_prompts(request.prompt)
-        ]
-
-    def _writer(self, request: GenerationRequest, reply: Reply) -> _Writer:
+    def _writer(self, request: GenerationRequest, reply: Reply, answer: PreparedAnswer) -> AnswerWriter:
         shape = Shape(
             chat=request.chat,
-            request_id=reply.request_id,
-            created=int(time.time()),
+            response_id=answer.response_id,
+            created=answer.created,
             model=self._info.model,
             fingerprint=self._info.numerics,
+            token_bytes=self._encoder.prompter.token_bytes,
+            logprobs=request.logprobs is not None,
+            token_ids=request.return_token_ids,
         )
-        return _StreamWriter(reply, shape, request.include_usage) if request.stream else _WholeWriter(reply, shape)
+        # A token with its likely others costs about a microsecond each: as much as four bytes of text to tokenize.
+        id_bytes = 0 if request.logprobs is None else 4 * (1 + request.logprobs)
+
+        def format_(num_ids: int, write: Callable[[], bytes]) -> Awaitable[bytes]:
+            return self._encoder.run(num_ids * id_bytes, write)
+
+        if not request.stream:
+            return WholeWriter(reply, shape, answer.usage, format_)
+        return StreamWriter(
+            reply,
+            shape,
+            answer.usage,
+            format_,
+            numbered=len(answer.choices) == 1,
+            include_usage=request.include_usage,
+            continuous_usage=request.continuous_usage,
+            resumed=request.resume is not None,
+        )
 
     def _submit(self, submit: Submit) -> Generation:
         try:
@@ -116,7 +109,7 @@ class Completions:
         except EngineDead as error:
             raise ApiError(503, "engine_dead", str(error)) from error
 
-    async def _follow(self, choice: Choice, generation: Generation, writer: _Writer) -> None:
+    async def _follow(self, telling: _Telling, generation: Generation) -> None:
         """One choice from its submission to its end."""
         began = last = time.monotonic()
         latency = self._metrics.time_to_first_token
@@ -131,10 +124,9 @@ class Completions:
                     now = time.monotonic()
                     latency.observe(now - last)
                     last, latency = now, self._metrics.inter_token_latency
-                    text = choice.take(output)
-                    await writer.show(choice, text)
-                    if choice.finish_reason is not None:
-                        ending = choice.finish_reason
+                    await telling.tell(output)
+                    if (end := telling.prepared.choice.end) is not None:
+                        ending = "length" if end.reason == "length" else "stop"
                         return
         finally:
             self.num_open -= 1
@@ -148,71 +140,32 @@ class Completions:
         return ApiError(500, "engine_error", f"The engine failed: {output.message}")
 
 
-class _WholeWriter:
-    """One JSON object, when all choices have ended."""
+class _Telling:
+    """One choice on its way from the engine to the writer."""
 
-    def __init__(self, reply: Reply, shape: Shape) -> None:
-        self._reply = reply
-        self._shape = shape
-        self._pieces: dict[int, list[str]] = {}
-        self._finished: dict[int, FinishedChoice] = {}
+    def __init__(self, request: GenerationRequest, prepared: PreparedChoice, writer: AnswerWriter) -> None:
+        self.prepared = prepared
+        self._request = request
+        self._writer = writer
+        self._opened = False
 
-    async def show(self, choice: Choice, text: str) -> None:
-        pieces = self._pieces.setdefault(choice.index, [])
-        pieces.append(text)
-        if choice.finish_reason is not None:
-            self._finished[choice.index] = FinishedChoice(choice.index, "".join(pieces), choice.finish_reason)
+    async def tell(self, output: Output) -> None:
+        choice = self.prepared.choice
+        if not self._opened:
+            self._opened = True
+            await self._writer.open(choice, self._opening(output))
+        if self._request.max_tokens == 0:  # of an echo's logprobs: what was generated is not wanted
+            output = msgspec.structs.replace(output, ids=[], logprobs=[], finish_reason="length")
+        delta = choice.take(output)
+        if delta is not None:
+            await self._writer.show(choice, delta)
 
-    async def finish(self, usage: Usage) -> None:
-        choices = [self._finished[index] for index in sorted(self._finished)]
-        await self._reply.json(200, self._shape.whole(choices, usage))
-
-    async def fail(self, error: ApiError) -> None:
-        raise error
-
-
-class _StreamWriter:
-    """Server-sent events, one a write. The status line waits for the first token."""
-
-    def __init__(self, reply: Reply, shape: Shape, include_usage: bool) -> None:
-        self._reply = reply
-        self._shape = shape
-        self._include_usage = include_usage
-        self._opened: set[int] = set()
-
-    async def show(self, choice: Choice, text: str) -> None:
-        if choice.index not in self._opened:
-            await self._open(choice)
-        if text:
-            await self._reply.chunk(self._shape.text(choice.index, text))
-        if choice.finish_reason is not None:
-            await self._reply.chunk(self._shape.finish(choice.index, choice.finish_reason))
-
-    async def finish(self, usage: Usage) -> None:
-        if self._include_usage:
-            await self._reply.chunk(self._shape.usage(usage))
-        await self._reply.end(DONE)
-
-    async def fail(self, error: ApiError) -> None:
-        if not self._reply.started:
-            raise error
-        await self._reply.end(error_event(error))
-
-    async def _open(self, choice: Choice) -> None:
-        self._opened.add(choice.index)
-        if not self._reply.started:
-            await self._reply.start(200, _EVENT_STREAM)
-        if opening := self._shape.opening(choice.index):
-            await self._reply.chunk(opening)
-
-
-def _usage(request: GenerationRequest, choices: Sequence[Choice], prompts: Sequence[bytes]) -> Usage:
-    """A prompt counts once, however many choices it has. Its first choice says what was cached: it warms the others."""
-    return Usage(
-        prompt_tokens=sum(len(prompt) // 4 for prompt in prompts),
-        completion_tokens=sum(choice.num_tokens for choice in choices),
-        cached_tokens=sum(choice.cached_tokens for choice in choices[:: request.n]),
-    )
+    def _opening(self, output: Output) -> Opening:
+        echo = self.prepared.echo
+        return Opening(
+            echo=None if echo is None else echo.as_delta(output.prompt_logprobs),
+            prompt_ids=unpack_ids(self.prepared.submit.prompt).tolist() if self._request.return_token_ids else None,
+        )
 
 
 async def _run_all(coroutines: Sequence[Coroutine[None, None, None]]) -> None:

@@ -1,7 +1,7 @@
 """The engine: take requests, schedule a step, run it, emit what it made.
 
 Does no I/O and keeps no thread: whoever owns it calls `step` again and again (`workers.engine_process` in a process of its
-own, `workers.client` in the event loop for the simulator). Everything that computes is behind `Runner`.
+own, `workers.client` in the event loop for the simulator). Everything that computes is behind `workers.step.Runner`.
 
 What must hold: each submitted request gets outputs of which exactly one, the last, has a finish reason, unless it was
 aborted. A step that fails ends its own sequences and nobody else's.
@@ -13,21 +13,21 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 from router.blocks import root_name
 from router.wire import unpack_ids
 from workers.block_pool import BlockPool
 from workers.ending import ending
 from workers.grammar_queue import BUILD_LOOK_S, Compiler, GrammarError, GrammarQueue
-from workers.protocol import EngineInfo, FinishReason, Output, Sampling, StepReport, Submit, TokenLogprob
+from workers.protocol import EngineInfo, FinishReason, Output, Sampling, StepReport, Submit
 from workers.rates import Rates
 from workers.refusal import refusal
 from workers.scheduler import Scheduler, Slice
 from workers.sequence import Seq
+from workers.step import RowResult, Runner, ScheduledSeq
 
-__all__ = ["DEFAULT_TOKEN_BUDGET", "Engine", "RowResult", "Runner", "ScheduledSeq"]
+__all__ = ["DEFAULT_TOKEN_BUDGET", "Engine"]
 
 _logger = logging.getLogger(__name__)
 
@@ -41,64 +41,6 @@ _PROBE_AFTER_S: Final = 30.0
 """So long without a step nobody knows whether one would succeed."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSeq:
-    """One row of a step: run `tokens` at positions `start`… and write their KV into the blocks of `block_table`."""
-
-    rid: int
-    tokens: Sequence[int]
-    """Ids to run now, at least one: one in a decode step, up to the step's token budget in a prefill chunk."""
-    start: int
-    """Position of the first of them. KV of all earlier positions is already in the blocks."""
-    block_table: Sequence[int]
-    """Physical blocks, in order, that cover exactly positions 0 … start + len(tokens) - 1 (the last may be part filled).
-    Only for the time of the step: afterwards it may change."""
-    sample: bool
-    """True: return the id chosen for position start + len(tokens). False for all chunks of a prefill but its last."""
-    sampling: Sampling
-    prompt_len: int
-    """The client's prompt; ids at later positions were generated."""
-    ids: array[int]
-    """All of the sequence's so far, those to run now and later ones included. Only for the time of the step."""
-    allowed: bytes | None = None
-    """A bit for each token that the grammar allows now (`workers.adjust.Draw`); None: there is no grammar."""
-
-    @property
-    def num_prompt_logprobs(self) -> int:
-        """How many of its rows tell how likely the prompt's next token was: those before the prompt's last one."""
-        if self.sampling.prompt_logprobs is None:
-            return 0
-        return max(0, min(len(self.tokens), self.prompt_len - 1 - self.start))
-
-
-class RowResult(NamedTuple):
-    """What a step gives for one row."""
-
-    token: int | None = None
-    """The id chosen, where `sample` is True."""
-    logprob: TokenLogprob | None = None
-    """Of that id, where the request asked for it."""
-    prompt_logprobs: Sequence[TokenLogprob] = ()
-    """Of the tokens at positions `start` + 1 …, `num_prompt_logprobs` of them."""
-
-
-class Runner(Protocol):
-    """What computes: weights, KV memory and sampler. Knows no requests, queues or prefix cache.
-
-    It has one block more than `info.num_blocks`, the last one, for the engine's own probe.
-    """
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    def step(self, batch: Sequence[ScheduledSeq]) -> list[RowResult]:
-        """Run every row; for each, what came of it.
-
-        A row's result must not depend on the other rows. May raise: then nothing that this batch wrote is used.
-        """
-        ...
-
-
 class Engine:
     def __init__(
         self,
@@ -107,6 +49,7 @@ class Engine:
         info: EngineInfo | None = None,
         grammars: Compiler | None = None,
         token_budget: int = DEFAULT_TOKEN_BUDGET,
+        prefills_per_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`info` is the runner's unless it is served under another name, which then is in the names of its blocks.
@@ -123,7 +66,12 @@ class Engine:
             self.info.block_size,
             lambda salt: root_name(model=self.info.model, revision=self.info.revision, salt=salt),
         )
-        self._scheduler = Scheduler(self._pool, max_num_seqs=self.info.max_num_seqs, token_budget=token_budget)
+        self._scheduler = Scheduler(
+            self._pool,
+            max_num_seqs=self.info.max_num_seqs,
+            token_budget=token_budget,
+            prefills_per_step=prefills_per_step,
+        )
         self._token_budget = token_budget
         self._eos_ids = frozenset(self.info.eos_ids)
         self._max_len = min(self.info.max_model_len, self.info.num_blocks * self.info.block_size)
@@ -268,7 +216,7 @@ class Engine:
                 try:
                     self._emit(seq, result)
                 except GrammarError as error:
-                    self._end_in_error(seq, f"the grammar failed: {error}")
+                    self._end_by_grammar(seq, error)
 
     def _compute(self, batch: Sequence[ScheduledSeq]) -> list[RowResult] | str:
         """What came of it, or why nothing did. Two failures in a row are the end."""
@@ -299,7 +247,7 @@ class Engine:
                 batch.append(self._row(piece))
                 able.append(piece)
             except GrammarError as error:
-                self._end_in_error(piece.seq, f"the grammar failed: {error}")
+                self._end_by_grammar(piece.seq, error)
         return able, batch
 
     def _row(self, piece: Slice) -> ScheduledSeq:
@@ -362,6 +310,11 @@ class Engine:
         self._outputs.append(
             Output(rid=seq.rid, ids=[], cached_tokens=seq.cached_tokens or 0, finish_reason="error", message=message)
         )
+
+    def _end_by_grammar(self, seq: Seq, error: GrammarError) -> None:
+        """It turned out too complex on its way: the request's own doing, and it would fail on any other replica too."""
+        self._forget(seq)
+        self._reject(seq.rid, f"the grammar failed: {error}")
 
     def _forget(self, seq: Seq) -> None:
         del self._seqs[seq.rid]

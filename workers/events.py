@@ -25,7 +25,7 @@ RING_BYTES: Final = 8 << 20
 """A batch takes about 100 bytes, one of a long prompt 20 KB: many of those reach this bound first, and past it a snapshot
 is the cheaper way to catch up."""
 
-SNAPSHOT_BATCH_BYTES: Final = 512 << 10
+SNAPSHOT_BATCH_BYTES: Final = 64 << 10
 _NAME_BYTES: Final = 9
 _RUN_BYTES: Final = 16
 _BATCH_BYTES: Final = 128

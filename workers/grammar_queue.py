@@ -4,6 +4,7 @@ simulated replica needs none.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
@@ -12,6 +13,8 @@ from workers.protocol import Grammar
 from workers.sequence import GrammarState, Seq
 
 __all__ = ["BUILD_LOOK_S", "Built", "Compiler", "GrammarError", "GrammarQueue"]
+
+_logger = logging.getLogger(__name__)
 
 BUILD_LOOK_S = 0.005
 """While one is being built an engine with nothing else to do looks so often whether it is ready."""
@@ -74,4 +77,7 @@ def _settle(seq: Seq, future: Future[GrammarState]) -> str | None:
         seq.grammar = future.result(timeout=0)
     except GrammarError as error:
         return str(error)
+    except BaseException as error:  # a panic of llguidance's is no Exception; it must not end everybody's engine
+        _logger.exception("a grammar could not be built")
+        return f"the grammar could not be built: {type(error).__name__}"
     return None

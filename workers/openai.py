@@ -1,44 +1,36 @@
 """OpenAI requests as a replica takes them: bytes in, checked values out. Pure; it knows no engine, tokenizer or socket.
 
-What must hold: a value that leaves this module cannot break the engine. Types and ranges are checked here (a bool is no
-int, 1.0 is no int, NaN is no number), and a field that would change the answer but is not built yet is refused by name.
-It is never ignored in silence. Fields unknown to us change nothing here and pass.
+What must hold: a value that leaves this module cannot break the engine. Types and ranges are checked (`workers.body`), and so
+is here what one field means for another; what depends on the replica's own limits is `workers.submission`'s. A field that
+would change the answer but is not known to us is refused by name, never ignored in silence. Fields that change nothing pass.
 
 `messages` and `prompt` stay raw bytes until they are needed: the gateway sends the token ids along, and then nothing of
 the prompt's text is read.
-
-Tools: the chat template sees them, so the model does; what it writes comes back as plain content, since calls are not
-parsed yet. ``tool_choice`` none and auto are therefore true as far as they go, and any other choice is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import Meta, Raw
 
-from router.wire import PromptField
+from router.wire import PromptField, Resume
 from workers.api_error import ApiError, decode_json, invalid_value
-from workers.prompts import TokenId
+from workers.body import FORBIDDEN, HARMLESS, MAX_INTEGER, Body, ChatBody, CompletionBody, NamedTool
+from workers.prompts import Tool
 
-__all__ = ["GenerationRequest", "parse_chat", "parse_completion", "sane_request_id"]
+__all__ = ["GenerationRequest", "ToolUse", "parse_chat", "parse_completion", "sane_request_id"]
 
-MAX_CHOICES: Final = 8
-MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 256
-MAX_STOP_TOKENS: Final = 64
 MAX_SALT_CHARS: Final = 256
-MAX_INTEGER: Final = 1 << 53
-"""Where nothing else bounds a number: what every JSON reader and our wire format can carry."""
 
 LEAST_TEMPERATURE: Final = 1e-5
 """Below it logits divided by the temperature overflow, and the most likely token is what remains."""
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_RESPONSE_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,160}")
 _SEED_MIN: Final = -(1 << 63)
 _SEED_MASK: Final = (1 << 64) - 1
 
@@ -48,116 +40,20 @@ def sane_request_id(text: str) -> bool:
     return _REQUEST_ID.fullmatch(text) is not None
 
 
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Which tools the model may call, and whether it has to."""
 
+    tools: tuple[Tool, ...]
+    choice: Literal["none", "auto", "required", "named"]
+    parallel: bool
+    """Whether there may be more than one call."""
+    name: str | None = None
+    """Of the function that must be called, with ``named``."""
 
-class _Body(msgspec.Struct, kw_only=True):
-    """What chat and text completions share. A null is the same as an absent field."""
-
-    model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INTEGER)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_INTEGER)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INTEGER)] | None = None
-    seed: int | None = None
-    stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    warmpath: PromptField | None = None
-    # What follows is only looked at to refuse it.
-    logprobs: Any = None
-    prompt_logprobs: Any = None
-    best_of: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    length_penalty: Any = None
-    use_beam_search: Any = None
-    logit_bias: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    include_stop_str_in_output: Any = None
-    skip_special_tokens: Any = None
-    spaces_between_special_tokens: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
-    thinking_token_budget: Any = None
-    chat_template: Any = None
-    cache_salt: Any = None
-    prompt_embeds: Any = None
-    kv_transfer_params: Any = None
-    truncate_prompt_tokens: Any = None
-
-
-class _ChatBody(_Body, kw_only=True):
-    messages: Raw = Raw(b"")
-    top_logprobs: Any = None
-    tool_choice: Any = None
-    function_call: Any = None
-    functions: Any = None
-    audio: Any = None
-    add_special_tokens: bool | None = None
-
-
-class _CompletionBody(_Body, kw_only=True):
-    prompt: Raw = Raw(b"")
-    echo: Any = None
-    suffix: Any = None
-    add_special_tokens: bool | None = None
-
-
-_FORBIDDEN: Final = ("chat_template", "cache_salt", "prompt_embeds", "kv_transfer_params", "truncate_prompt_tokens")
-"""They reach into the replica: templates run code, salts and transfers name other people's cache."""
-
-
-_HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (False,),
-    "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "audio": (),
-    "echo": (False,),
-    "suffix": ("",),
-}
-"""Fields that would change the answer and are not built yet → the values besides null that ask for nothing."""
+    @property
+    def forced(self) -> bool:
+        return self.choice in ("required", "named")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,17 +65,37 @@ class GenerationRequest:
     """None: the client left the choice to us."""
     n: int
     max_tokens: int | None
-    """As the client said it; None leaves it to the kind of request and the context."""
+    """As the client said it; None leaves it to the kind of request and the context. 0 with `echo` only: no answer."""
+    min_tokens: int
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: dict[int, float]
     seed: int | None
     """u64."""
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    include_stop: bool
+    """Whether the text ends behind what stopped it, not before."""
     ignore_eos: bool
+    skip_special_tokens: bool
+    logprobs: int | None
+    """How many likely tokens to tell beside each chosen one; None: no logprobs at all."""
+    echo: bool
+    """Whether the prompt comes first in the answer. Text completions only."""
+    return_token_ids: bool
+    response_format: dict[str, Any] | None
+    structured_outputs: dict[str, Any] | None
+    tool_use: ToolUse | None
+    include_reasoning: bool
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    """Whether every event tells the usage so far."""
     add_special_tokens: bool
     """Text prompts only; a chat template writes its special tokens itself."""
     field: PromptField | None
@@ -187,17 +103,38 @@ class GenerationRequest:
     """Raw JSON of ``messages`` or ``prompt``; b'' when absent."""
     body: bytes
 
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the answer is the prompt and nothing else, so that no engine has to do with it."""
+        return self.max_tokens == 0 and self.logprobs is None
 
-_chat_decoder = msgspec.json.Decoder(_ChatBody)
-_completion_decoder = msgspec.json.Decoder(_CompletionBody)
+    @property
+    def resume(self) -> Resume | None:
+        return self.field.resume if self.field is not None else None
+
+
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 def parse_chat(body: bytes) -> GenerationRequest:
     """``POST /v1/chat/completions``. Raises `ApiError` 400. The messages are checked by `workers.prompts`."""
     fields = decode_json(_chat_decoder, body)
-    request = _checked(fields, chat=True, body=body, prompt=bytes(fields.messages), add_special_tokens=False)
-    if fields.add_special_tokens:
-        raise _unsupported("add_special_tokens")
+    _refuse_unknown(fields, ChatBody)
+    if fields.add_generation_prompt and fields.continue_final_message:
+        message = "'add_generation_prompt' and 'continue_final_message' exclude each other."
+        raise invalid_value(message, "continue_final_message")
+    if fields.top_logprobs and not fields.logprobs:
+        raise invalid_value("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+    request = _checked(
+        fields,
+        body,
+        messages_or_prompt=bytes(fields.messages),
+        chat=True,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        tool_use=_tool_use(fields),
+        include_reasoning=fields.include_reasoning is not False,
+    )
     _require_prompt(request, "messages")
     return request
 
@@ -205,49 +142,87 @@ def parse_chat(body: bytes) -> GenerationRequest:
 def parse_completion(body: bytes) -> GenerationRequest:
     """``POST /v1/completions``. Raises `ApiError` 400. The prompt is checked by `workers.prompts`."""
     fields = decode_json(_completion_decoder, body)
-    add_special_tokens = fields.add_special_tokens is not False
+    _refuse_unknown(fields, CompletionBody)
     request = _checked(
-        fields, chat=False, body=body, prompt=bytes(fields.prompt), add_special_tokens=add_special_tokens
+        fields,
+        body,
+        messages_or_prompt=bytes(fields.prompt),
+        chat=False,
+        logprobs=fields.logprobs,
+        echo=bool(fields.echo),
+        add_special_tokens=fields.add_special_tokens is not False,
     )
     _require_prompt(request, "prompt")
     return request
 
 
-def _checked(fields: _Body, *, chat: bool, body: bytes, prompt: bytes, add_special_tokens: bool) -> GenerationRequest:
-    _refuse_what_is_not_built(fields)
-    if fields.stream_options is not None and not fields.stream:
+def _checked(
+    fields: Body,
+    body: bytes,
+    *,
+    chat: bool,
+    messages_or_prompt: bytes,
+    logprobs: int | None,
+    echo: bool = False,
+    tool_use: ToolUse | None = None,
+    include_reasoning: bool = True,
+    add_special_tokens: bool = False,
+) -> GenerationRequest:
+    options = fields.stream_options
+    if options is not None and not fields.stream:
         raise invalid_value("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     if fields.warmpath is not None:
-        _check_field(fields.warmpath)
+        _check_field(fields.warmpath, resumable=bool(fields.stream) and fields.n in (None, 1))
+    include_usage = bool(options and options.include_usage)
     return GenerationRequest(
         chat=chat,
         model=fields.model,
         n=fields.n or 1,
-        max_tokens=fields.max_completion_tokens or fields.max_tokens,
+        max_tokens=_max_tokens(fields, least=0 if echo else 1),
+        min_tokens=fields.min_tokens or 0,
         temperature=_temperature(fields.temperature),
-        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_p=_or(fields.top_p, 1.0),
         top_k=max(fields.top_k or 0, 0),
+        min_p=fields.min_p or 0.0,
+        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        logit_bias=fields.logit_bias or {},
         seed=_seed(fields),
         stop=_stops(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
+        include_stop=bool(fields.include_stop_str_in_output),
         ignore_eos=bool(fields.ignore_eos),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        logprobs=logprobs,
+        echo=echo,
+        return_token_ids=bool(fields.return_token_ids),
+        response_format=fields.response_format,
+        structured_outputs=fields.structured_outputs,
+        tool_use=tool_use,
+        include_reasoning=include_reasoning,
         stream=bool(fields.stream),
-        include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        include_usage=include_usage,
+        continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
         add_special_tokens=add_special_tokens,
         field=fields.warmpath,
-        prompt=prompt,
+        prompt=messages_or_prompt,
         body=body,
     )
 
 
-def _refuse_what_is_not_built(fields: _Body) -> None:
-    for name in _FORBIDDEN:
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _refuse_unknown(fields: Body, kind: type[Body]) -> None:
+    for name in FORBIDDEN:
         if getattr(fields, name) is not None:
             raise ApiError(400, "unknown_parameter", f"Unknown parameter: '{name}'.", param=name)
-    for name in fields.__struct_fields__:
+    for name, harmless in (*HARMLESS[Body].items(), *HARMLESS[kind].items()):
         value = getattr(fields, name)
-        if value is not None and name in _HARMLESS and not any(_same(value, harmless) for harmless in _HARMLESS[name]):
-            raise _unsupported(name)
+        if value is not None and not any(_same(value, other) for other in harmless):
+            raise ApiError(400, "unsupported_parameter", f"This value of '{name}' is not supported here.", param=name)
 
 
 def _same(value: object, other: object) -> bool:
@@ -255,8 +230,14 @@ def _same(value: object, other: object) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _unsupported(name: str) -> ApiError:
-    return ApiError(400, "unsupported_parameter", f"This value of '{name}' is not supported here.", param=name)
+def _max_tokens(fields: Body, least: int) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):  # the first one wins
+        value: int | None = getattr(fields, name)
+        if value is not None:
+            if value < least:
+                raise invalid_value(f"'{name}' must be at least {least}.", name)
+            return value
+    return None
 
 
 def _temperature(value: float | None) -> float:
@@ -272,7 +253,30 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def _seed(fields: _Body) -> int | None:
+def _tool_use(fields: ChatBody) -> ToolUse | None:
+    choice = fields.tool_choice
+    if fields.tools is None:
+        if choice not in (None, "none"):
+            raise invalid_value("'tool_choice' is only allowed when 'tools' are given.", "tool_choice")
+        return None
+    for index, tool in enumerate(fields.tools):
+        if tool.type != "function":
+            raise invalid_value("Only tools of type 'function' are supported.", f"tools[{index}].type")
+    tools = tuple(fields.tools)
+    parallel = fields.parallel_tool_calls is not False
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        if choice.type != "function" or name not in {tool.function.name for tool in tools}:
+            raise invalid_value("'tool_choice' names no function of 'tools'.", "tool_choice")
+        return ToolUse(tools, "named", parallel=False, name=name)
+    match "auto" if choice is None else choice:
+        case "none" | "auto" | "required" as word:
+            return ToolUse(tools, word, parallel)
+        case _:
+            raise invalid_value("'tool_choice' must be none, auto, required or a function.", "tool_choice")
+
+
+def _seed(fields: Body) -> int | None:
     """The gateway's seed goes first: it drew it for a retry to reuse."""
     seed = fields.seed
     if fields.warmpath is not None and fields.warmpath.seed is not None:
@@ -284,13 +288,24 @@ def _seed(fields: _Body) -> int | None:
     return seed & _SEED_MASK
 
 
-def _check_field(field: PromptField) -> None:
+def _check_field(field: PromptField, *, resumable: bool) -> None:
     if field.request_id and not sane_request_id(field.request_id):
         raise invalid_value("'warmpath.request_id' takes 1 to 128 letters, digits, '_' and '-'.", "warmpath.request_id")
     if len(field.salt) > MAX_SALT_CHARS:
         raise invalid_value(f"'warmpath.salt' takes at most {MAX_SALT_CHARS} characters.", "warmpath.salt")
     if abs(field.priority) > 1 << 31:
         raise invalid_value("'warmpath.priority' must fit into 32 bits.", "warmpath.priority")
+    if field.resume is not None:
+        _check_resume(field.resume, resumable=resumable)
+
+
+def _check_resume(resume: Resume, *, resumable: bool) -> None:
+    if not resumable:
+        raise invalid_value("Only a stream of one choice can be resumed.", "warmpath.resume")
+    if _RESPONSE_ID.fullmatch(resume.response_id) is None:
+        raise invalid_value("'warmpath.resume.response_id' is no id of an answer.", "warmpath.resume.response_id")
+    if not 0 <= resume.created <= MAX_INTEGER:
+        raise invalid_value("'warmpath.resume.created' is no time.", "warmpath.resume.created")
 
 
 def _require_prompt(request: GenerationRequest, name: str) -> None:

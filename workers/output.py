@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-__all__ = ["OutputText"]
+__all__ = ["Decode", "OutputText"]
+
+Decode = Callable[[Sequence[int]], str]
 
 _UNDECODABLE: Final = "\ufffd"
 
@@ -31,28 +33,35 @@ _LONG_WINDOW: Final = 16
 class OutputText:
     """The text of one sequence: `push` ids, then `finish`; each returns what is new to show."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(self, decode: Decode, stop: Sequence[str] = (), *, include_stop: bool = False) -> None:
+        """`include_stop`: the text ends behind the stop string."""
+        self.num_chars = 0
+        """Characters decoded so far, shown or held back; those of an unfinished one are not among them."""
         self._detokenizer = _Detokenizer(decode)
-        self._stops = _StopFinder(stop)
+        self._stops = _StopFinder(stop, include_stop) if stop else None
 
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the text. Whatever is pushed afterwards is not part of it."""
-        return self._stops.found
+        return self._stops.found if self._stops is not None else None
 
-    def push(self, ids: Sequence[int]) -> str:
-        return self._stops.push(self._detokenizer.push(ids))
+    def push(self, ids: Sequence[int], may_stop: bool = True) -> str:
+        """`may_stop` False: a stop string that is complete with these ids does not count."""
+        text = self._detokenizer.push(ids)
+        self.num_chars += len(text)
+        return text if self._stops is None else self._stops.push(text, may_stop)
 
     def finish(self) -> str:
         """No more ids will come: what was held back."""
-        return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+        text = self._detokenizer.finish()
+        return text if self._stops is None else self._stops.push(text) + self._stops.finish()
 
 
 class _Detokenizer:
     """Decodes a window, not the whole: the last ids whose text is out, for decoders that look to the left, then those
     whose text may still change. So a token costs the same at any length."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._window: list[int] = []
         self._num_context = 0  # ids at the start of the window whose text is all out
@@ -106,23 +115,21 @@ class _Detokenizer:
 
 
 class _StopFinder:
-    """Text as it comes → text in front of the first stop string."""
+    """Text as it comes → text in front of the first stop string, or up to its end."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
         self._stops = stops
+        self._include_stop = include_stop
         self._held = ""  # the longest end of the text that begins a stop string
         self.found: str | None = None
 
-    def push(self, delta: str) -> str:
+    def push(self, delta: str, may_stop: bool = True) -> str:
         if self.found is not None or not delta:
             return ""
         text = self._held + delta
-        # Which stop string is complete first; of several at the same place the first in the list.
-        ends = [(start + len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if ends:
-            end, self.found = min(ends, key=lambda item: item[0])
+        if may_stop and (shown := self._find(text, seen=len(self._held))) is not None:
             self._held = ""
-            return text[: end - len(self.found)]
+            return shown
         self._held = self._beginning_of_a_stop(text)
         return text[: len(text) - len(self._held)]
 
@@ -130,8 +137,21 @@ class _StopFinder:
         held, self._held = self._held, ""
         return held
 
+    def _find(self, text: str, seen: int) -> str | None:
+        """The text that remains if a stop string is complete behind the characters that were `seen` before."""
+        # Which one is complete first; of several at the same place the first in the list.
+        ends = [
+            (start + len(stop), stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, seen + 1 - len(stop)))) >= 0
+        ]
+        if not ends:
+            return None
+        end, self.found = min(ends, key=lambda item: item[0])
+        return text[: end if self._include_stop else end - len(self.found)]
+
     def _beginning_of_a_stop(self, text: str) -> str:
-        longest = max((len(stop) for stop in self._stops), default=0) - 1
+        longest = max(len(stop) for stop in self._stops) - 1
         for start in range(max(0, len(text) - longest), len(text)):
             end = text[start:]
             if any(stop.startswith(end) for stop in self._stops):

@@ -10,13 +10,18 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw
 
+from router.chat_rules import check_chat
+from router.prompt_errors import PromptError
 from workers.api_error import ApiError, decode_json, invalid_value
 
 __all__ = [
+    "MAX_PROMPTS",
     "DetokenizeRequest",
     "Prompt",
     "TokenId",
     "TokenizeRequest",
+    "Tool",
+    "ToolFunction",
     "chat_fields",
     "completion_prompts",
     "parse_detokenize",
@@ -24,65 +29,37 @@ __all__ = [
 ]
 
 MAX_PROMPTS: Final = 128
-"""Prompts in one completions body. Each is a sequence of its own, so this bounds what one request may put in the queue."""
-MAX_MESSAGES: Final = 2048
-MAX_TOOLS: Final = 128
-
-_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+"""Prompts in one completions body, times `n`. Each choice is a sequence of its own, so this bounds what one request may put
+in the queue: a request that fills it alone would be told for ever to come again."""
 
 TokenId = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 
 
-class _Part(msgspec.Struct):
-    type: str
-    text: str | None = None
-
-
-class _Message(msgspec.Struct):
-    role: str
-    content: str | list[_Part] | None = None
-    tool_call_id: str | None = None
-
-
-class _Function(msgspec.Struct):
+class ToolFunction(msgspec.Struct, frozen=True):
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments; None: any object."""
+    strict: bool | None = None
 
 
-class _Tool(msgspec.Struct):
+class Tool(msgspec.Struct, frozen=True):
+    """What we read of a tool; the chat template sees all of it."""
+
     type: str
-    function: _Function
+    function: ToolFunction
 
 
-class _Messages(msgspec.Struct):
-    """What a template relies on; it sees the whole objects."""
-
-    messages: Annotated[list[_Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    tools: Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)] | None = None
-
-
-_messages_decoder = msgspec.json.Decoder(_Messages)
 _object_decoder: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
 def chat_fields(body: bytes) -> dict[str, Any]:
     """The decoded body for the chat template, once its messages and tools are known to be well formed."""
-    for index, message in enumerate(decode_json(_messages_decoder, body).messages):
-        _check_message(message, f"messages[{index}]")
-    return decode_json(_object_decoder, body)
-
-
-def _check_message(message: _Message, where: str) -> None:
-    if message.role not in _ROLES:
-        raise invalid_value(f"'{where}.role' must be one of {', '.join(sorted(_ROLES))}.", f"{where}.role")
-    if message.content is None and message.role != "assistant":
-        raise invalid_value(f"'{where}.content' must be a string or a list of parts.", f"{where}.content")
-    if message.role == "tool" and not message.tool_call_id:
-        raise invalid_value(f"'{where}.tool_call_id' is required for role 'tool'.", f"{where}.tool_call_id")
-    parts = message.content if isinstance(message.content, list) else ()
-    for index, part in enumerate(parts):
-        if part.type != "text" or part.text is None:
-            param = f"{where}.content[{index}]"
-            raise ApiError(400, "unsupported_content", f"'{param}': only text is supported.", param=param)
+    fields = decode_json(_object_decoder, body)
+    try:
+        check_chat(fields)
+    except PromptError as error:
+        raise ApiError(400, error.code, str(error), param=error.param) from error
+    return fields
 
 
 Prompt = str | list[int]
@@ -122,6 +99,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: Raw = Raw(b"")
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

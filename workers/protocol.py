@@ -39,7 +39,7 @@ __all__ = [
 
 FinishReason = Literal["stop", "length", "rejected", "error"]
 """``stop``: an end or stop token. ``length``: max_tokens or the context is used up. ``rejected``: the request can never run
-here (a client's mistake). ``error``: our own fault, only for the request it names."""
+here, or its grammar cannot go on (a client's mistake). ``error``: our own fault, only for the request it names."""
 
 
 class Grammar(msgspec.Struct, frozen=True):

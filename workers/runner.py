@@ -1,4 +1,4 @@
-"""The runner that computes with torch: `workers.engine.Runner` over a decoder, its KV memory and the sampler.
+"""The runner that computes with torch: `workers.step.Runner` over a decoder, its KV memory and the sampler.
 
 Owns everything that takes memory. One call of `step` is one forward pass of all rows, decodes and prefill chunks alike, then
 one call of the sampler and one transfer of ids.
@@ -17,7 +17,6 @@ import torch
 
 from workers.adjust import Draw
 from workers.attention import Attention, Heights, KVCache, choose_heights
-from workers.engine import RowResult, ScheduledSeq
 from workers.load_gguf import load_gguf
 from workers.load_safetensors import load_safetensors
 from workers.logprobs import token_logprobs
@@ -26,6 +25,7 @@ from workers.plan import plan_memory
 from workers.protocol import EngineInfo, TokenLogprob
 from workers.quant import choose_precision, supports_bf16
 from workers.sampler import sample
+from workers.step import RowResult, ScheduledSeq
 from workers.tokenizer_files import generation_eos_ids
 from workers.vector_math import settle_vector_math
 from workers.weights import Weights

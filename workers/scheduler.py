@@ -41,11 +41,15 @@ class Slice(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, token_budget: int) -> None:
+    def __init__(
+        self, pool: BlockPool, *, max_num_seqs: int, token_budget: int, prefills_per_step: int | None = None
+    ) -> None:
+        """`prefills_per_step` is for runners to whom a prompt costs more than its tokens; None bounds the tokens alone."""
         self._pool = pool
         self._block_size = pool.block_size
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
+        self._prefills_per_step = max_num_seqs if prefills_per_step is None else prefills_per_step
         self._waiting: list[Seq] = []  # both sorted by Seq.order
         self._running: list[Seq] = []
         self._wanted = Wanted()  # blocks that these two still have to compute
@@ -141,9 +145,11 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Slice]:
         slices: list[Slice] = []
-        filling = {self._filling_key(seq) for seq in self._running if seq.prefilling}
+        ongoing = [seq for seq in self._running if seq.prefilling]
+        filling = {self._filling_key(seq) for seq in ongoing}
+        room = self._prefills_per_step - len(ongoing)
         for seq in self._waiting[: self._max_num_seqs + _LOOK_AHEAD]:
-            if not budget or len(self._running) == self._max_num_seqs:
+            if not budget or not room or len(self._running) == self._max_num_seqs:
                 break
             matched = self._look(seq)
             if self._wanted_key(seq, matched) in filling:
@@ -154,6 +160,7 @@ class Scheduler:
             filling.add(self._filling_key(seq))
             slices.append(Slice(seq, min(seq.num_uncomputed, budget)))
             budget -= slices[-1].num_tokens
+            room -= 1
         return slices
 
     def _filling_key(self, seq: Seq) -> BlockKey:

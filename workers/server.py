@@ -239,9 +239,11 @@ class ReplicaApp:
             packed = await self._encoder.encode_chat(body)
         else:
             add_special_tokens = asked.add_special_tokens is not False
-            packed = await self._encoder.encode_prompt(asked.prompt, add_special_tokens=add_special_tokens)
+            (packed,) = await self._encoder.encode_prompts([asked.prompt], add_special_tokens=add_special_tokens)
         tokens = unpack_ids(packed).tolist()
-        answer = {"count": len(tokens), "max_model_len": context_length(self._info), "tokens": tokens}
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": context_length(self._info), "tokens": tokens}
+        if asked.return_token_strs:
+            answer["token_strs"] = await self._encoder.token_texts(tokens)
         return _json(msgspec.json.encode(answer))
 
     async def _detokenize(self, request: Request) -> Response:

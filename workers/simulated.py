@@ -25,10 +25,11 @@ import xxhash
 from router.blocks import BLOCK_SIZE
 from router.trivial import EOS_ID
 from router.wire import unpack_ids
-from workers.engine import RowResult, ScheduledSeq
+from workers.engine import Engine
 from workers.protocol import EngineInfo, Sampling, TokenLogprob
+from workers.step import RowResult, ScheduledSeq
 
-__all__ = ["SIMULATED_TOKEN_BUDGET", "SimulatedRunner", "TimeModel", "simulated_info"]
+__all__ = ["SIMULATED_TOKEN_BUDGET", "SimulatedRunner", "TimeModel", "engine_over", "simulated_info"]
 
 SIMULATED_TOKEN_BUDGET: Final = 2048
 """Tokens a step, as large GPUs take them: 72 ms of prefill, which those who generate feel once or twice."""
@@ -51,7 +52,12 @@ _MOST_TOKENS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """Seconds a step takes on the simulated accelerator. The defaults are those of the fleet in the design's simulation."""
+    """Seconds a step takes on the simulated accelerator. The defaults are those of the fleet in the design's simulation.
+
+    Prompts are computed one after the other, also those that share a step: it lasts as long as all of them together, and each
+    gives its first token at its end. So a replica computes as many tokens a second as one that takes prompts singly, and a
+    prompt is later than there by at most its company in one step, which `prefills_per_step` bounds.
+    """
 
     prefill_s: float = 0.020
     """Once for each prompt,"""
@@ -64,6 +70,15 @@ class TimeModel:
     decode_row: float = 0.005
     """each one more adds this part of `decode_s`."""
     speedup: float = 1.0
+    jitter: float = 0.0
+    """Each step takes up to this part of its time less or more."""
+
+    @property
+    def prefills_per_step(self) -> int | None:
+        """Prompts that one step may compute: as many as hide behind its decoding, and at least one. More would make those who
+        generate wait for them, fewer would leave the accelerator idle. None where a prompt has no cost besides its tokens.
+        """
+        return max(1, int(self.decode_s / self.prefill_s)) if self.prefill_s else None
 
     def step_s(self, batch: Sequence[ScheduledSeq]) -> float:
         """Prefill waits for arithmetic, decode for memory, so a step that does both takes as long as the longer one."""
@@ -102,10 +117,26 @@ def simulated_info(
     )
 
 
+def engine_over(runner: SimulatedRunner, *, token_budget: int = SIMULATED_TOKEN_BUDGET) -> Engine:
+    """An engine that lives in the runner's time and takes as many prompts at once as its model of time is made for."""
+    return Engine(
+        runner,
+        token_budget=token_budget,
+        prefills_per_step=runner.time_model.prefills_per_step,
+        clock=runner.clock,
+    )
+
+
 class SimulatedRunner:
-    def __init__(self, info: EngineInfo, time_model: TimeModel | None = None) -> None:
+    """`seed` draws the jitter: replicas with different ones do not stumble in step."""
+
+    def __init__(self, info: EngineInfo, time_model: TimeModel | None = None, *, seed: int = 0) -> None:
         self.info = info
-        self._time_model = time_model or TimeModel()
+        self.time_model = time_model or TimeModel()
+        self.slowdown = 1.0
+        """Every step takes this many times as long: a fault on request, and any step may change it."""
+        self._seed = seed
+        self._num_steps = 0
         self._now = 0.0
 
     def clock(self) -> float:
@@ -113,8 +144,15 @@ class SimulatedRunner:
         return self._now
 
     def step(self, batch: Sequence[ScheduledSeq]) -> list[RowResult]:
-        self._now += self._time_model.step_s(batch)
+        self._now += self._step_s(batch)
         return [_result(row) for row in batch]
+
+    def _step_s(self, batch: Sequence[ScheduledSeq]) -> float:
+        seconds = self.time_model.step_s(batch) * self.slowdown
+        if self.time_model.jitter:
+            self._num_steps += 1
+            seconds *= 1 + self.time_model.jitter * (2 * _draw(self._seed, self._num_steps) / (1 << 64) - 1)
+        return seconds
 
 
 def _result(row: ScheduledSeq) -> RowResult:

@@ -8,12 +8,15 @@ from contextlib import AbstractAsyncContextManager
 import httpx
 import pytest
 
-from tests.replicas import Replica, in_a_thread, start_simulated
+from tests.replicas import Replica, in_a_thread, start_simulated, start_torch
 
-STARTS: dict[str, Callable[[], AbstractAsyncContextManager[Replica]]] = {"simulated": start_simulated}
+STARTS: dict[str, Callable[[], AbstractAsyncContextManager[Replica]]] = {
+    "simulated": start_simulated,
+    "torch": start_torch,
+}
 
 
-@pytest.fixture(scope="session", params=STARTS)
+@pytest.fixture(scope="session", params=["simulated", pytest.param("torch", marks=pytest.mark.model)])
 def replica(request: pytest.FixtureRequest) -> Iterator[Replica]:
     with in_a_thread(STARTS[request.param]) as replica:
         yield replica

@@ -6,7 +6,6 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from itertools import count
 from typing import Any
 
 import httpx
@@ -16,59 +15,8 @@ import pytest
 from router.blocks import BLOCK_SIZE, block_names, matchable_blocks, root_name
 from router.prompt import TokenizerFiles, load_prompter
 from router.wire import Batch, Frame, FrameDecoder, Hello, Load, encode_ids, pack_ids
+from tests.contract.asking import CHAT, TEXT, chat, error_of, events, fresh_ids, streamed_text, text
 from tests.replicas import Replica
-
-CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
-
-_fresh = count(1000)
-
-
-def fresh_ids(length: int) -> list[int]:
-    """A prompt that no other test has used: ids that are small and mean something to every tokenizer."""
-    number = next(_fresh)
-    return [300 + (number * 7919 + position * position) % 9000 for position in range(length)]
-
-
-def chat(content: str = "What is the capital of France?", **fields: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": 24,
-        "temperature": 0,
-        "seed": 7,
-        "ignore_eos": True,
-        **fields,
-    }
-
-
-def text(prompt: Any, **fields: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": 24, "temperature": 0, "seed": 7, "ignore_eos": True, **fields}
-
-
-async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
-    """The data of a stream's events in order; the last one is "[DONE]"."""
-    async with http.stream("POST", path, json={**body, "stream": True}) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        assert answer.headers["content-type"] == "text/event-stream"
-        assert answer.headers["cache-control"] == "no-cache"
-        assert answer.headers["x-accel-buffering"] == "no"
-        raw = (await answer.aread()).decode()
-    assert raw.endswith("\n\n")
-    data = [event.removeprefix("data: ") for event in raw[:-2].split("\n\n")]
-    return [json.loads(item) if item != "[DONE]" else item for item in data]
-
-
-def streamed_text(chunks: list[Any], index: int = 0) -> str:
-    choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"] if choice["index"] == index]
-    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
-
-
-def error_of(answer: httpx.Response) -> dict[str, Any]:
-    body = answer.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    error: dict[str, Any] = body["error"]
-    return error
 
 
 @asynccontextmanager
@@ -140,7 +88,8 @@ async def test_a_streamed_answer_is_the_whole_one_in_pieces(
     choice = whole["choices"][0]
     assert streamed_text(chunks) == (choice["message"]["content"] if path == CHAT else choice["text"])
     assert chunks[-1] == "[DONE]"
-    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]]
+    assert reasons == [None] * (len(chunks) - 2) + ["length"], "exactly one is not null"
     assert len({(c["id"], c["created"], c["object"], c["model"], c["system_fingerprint"]) for c in chunks[:-1]}) == 1
 
 
@@ -349,7 +298,7 @@ async def test_broken_ids_are_a_400(http: httpx.AsyncClient, ids: str) -> None:
     answer = await http.post(CHAT, json=chat(warmpath={"prompt_ids": ids}))
 
     assert answer.status_code == 400
-    assert error_of(answer)["param"] == "warmpath"
+    assert error_of(answer)["param"] == "warmpath.prompt_ids"
 
 
 async def test_the_gateways_field_is_unknown_to_everybody_else(stranger: httpx.AsyncClient) -> None:
@@ -466,7 +415,7 @@ async def test_a_wrong_method_is_a_405(http: httpx.AsyncClient, method: str, pat
     [
         ({"n": True}, "invalid_type"),
         ({"stop": [""]}, "invalid_value"),
-        ({"logprobs": True}, "unsupported_parameter"),
+        ({"bad_words": ["x"]}, "unsupported_parameter"),
         ({"cache_salt": "x"}, "unknown_parameter"),
         ({"messages": []}, "invalid_type"),
         ({"messages": [{"role": "x", "content": ""}]}, "invalid_value"),
@@ -546,6 +495,28 @@ async def test_tokens_become_the_text_again(http: httpx.AsyncClient) -> None:
 
     assert tokens["count"] == len(tokens["tokens"])
     assert text_again == {"prompt": prompt}
+
+
+async def test_tokens_are_told_as_text_where_that_is_asked_for(http: httpx.AsyncClient) -> None:
+    asked = {"prompt": "one two", "add_special_tokens": False}
+
+    plain = (await http.post("/tokenize", json=asked)).json()
+    told = (await http.post("/tokenize", json={**asked, "return_token_strs": True})).json()
+
+    assert "".join(told.pop("token_strs")) == "one two"
+    assert told == plain
+
+
+async def test_no_request_is_so_large_that_it_could_never_be_queued(http: httpx.AsyncClient) -> None:
+    prompts = [[300 + number] for number in range(64)]
+
+    most = await http.post(TEXT, json=text(prompts, n=2, max_tokens=1))
+    more = await http.post(TEXT, json=text(prompts, n=3, max_tokens=1))
+
+    assert most.status_code == 200
+    assert [choice["index"] for choice in most.json()["choices"]] == list(range(128))
+    assert more.status_code == 400, "a 503 would be an invitation to come again"
+    assert error_of(more)["param"] == "n"
 
 
 @pytest.mark.parametrize("ids", [[1, 1 << 32], [-1], [True], [1.0], "1"])

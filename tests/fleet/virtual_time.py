@@ -23,7 +23,7 @@ from router.wire import FrameDecoder, Hello, ReplicaSpec
 from workers.engine import Engine
 from workers.events import EventLog, LoadThrottle
 from workers.protocol import EngineInfo, Sampling, StepReport, Submit
-from workers.simulated import SIMULATED_TOKEN_BUDGET, SimulatedRunner, simulated_info
+from workers.simulated import SimulatedRunner, engine_over, simulated_info
 
 REPLICAS: Final = 8
 
@@ -90,8 +90,7 @@ class VirtualFleet:
         return self._figures()
 
     def _start(self, number: int) -> _Replica:
-        runner = SimulatedRunner(self._info)
-        engine = Engine(runner, token_budget=SIMULATED_TOKEN_BUDGET, clock=runner.clock)
+        engine = engine_over(SimulatedRunner(self._info))
         engine.warm_up()
         replica = _Replica(engine, EventLog(), LoadThrottle(engine.report()))
         name = _name(number)

@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from gateway.app import Gateway, build_gateway
+from gateway.listener import Listener
 from gateway.settings import Settings
 from tests.serving import serving
 
@@ -25,6 +26,7 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 class Seen:
     """One generation request, as it reached the stub."""
 
+    method: str
     path: str
     headers: dict[str, str]
     body: bytes
@@ -42,6 +44,8 @@ class StubReplica:
     def __init__(self, answer: Answer, models: list[str]) -> None:
         self.answer = answer
         self.models = models
+        self.card: dict[str, Any] = {}
+        """What it says of its models besides their ids."""
         self.seen: list[Seen] = []
         self.asked: list[str] = []
         """Paths of all requests."""
@@ -71,7 +75,8 @@ class StubReplica:
                 line, *fields = head.decode().split("\r\n")
                 headers = {name.lower(): value for name, _, value in (text.partition(": ") for text in fields if text)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
-                await self._route(line.split(" ")[1], headers, body, reader, writer)
+                method, path, _ = line.split(" ")
+                await self._route(method, path, headers, body, reader, writer)
                 if writer.is_closing():
                     break
         writer.close()
@@ -79,6 +84,7 @@ class StubReplica:
 
     async def _route(
         self,
+        method: str,
         path: str,
         headers: dict[str, str],
         body: bytes,
@@ -87,12 +93,12 @@ class StubReplica:
     ) -> None:
         self.asked.append(path)
         if path == "/v1/models":
-            models = {"object": "list", "data": [{"id": model} for model in self.models]}
+            models = {"object": "list", "data": [{"id": model, **self.card} for model in self.models]}
             writer.write(response(200, msgspec.json.encode(models)))
         elif path == "/health":
             writer.write(response(404, b"{}"))
         else:
-            seen = Seen(path, headers, body)
+            seen = Seen(method, path, headers, body)
             self.seen.append(seen)
             answering = asyncio.ensure_future(self.answer(reader, writer))
             watching = asyncio.ensure_future(reader.read(1))
@@ -202,20 +208,24 @@ class Running:
 @contextlib.asynccontextmanager
 async def gateway(state_dir: Path, *replicas: StubReplica, **settings: Any) -> AsyncIterator[Running]:
     """A gateway over sockets of its own, ready: every replica that is up has been found healthy."""
-    values = {"state_dir": state_dir, "replicas": [{"url": replica.url} for replica in replicas], **settings}
+    values: dict[str, Any] = {
+        "state_dir": state_dir,
+        "replicas": [{"url": replica.url} for replica in replicas],
+        **settings,
+    }
     built = build_gateway(Settings.model_validate(values))
     _, key = built.keys.create("client", name="test", debug=True)
     _, admin_key = built.keys.create("admin", name="test")
     async with (
         built.background(),
-        serving(built.public) as url,
-        serving(built.admin) as admin_url,
+        serving(built.public, http=Listener().protocol) as url,
+        serving(built.admin, http=Listener().protocol) as admin_url,
         _http(url) as client,
         _http(admin_url, authorization=f"Bearer {admin_key}") as admin,
     ):
         running = Running(built, client, admin, key)
         async with asyncio.timeout(10):
-            while not await _all_healthy(running, len(replicas)):  # noqa: ASYNC110
+            while not await _all_healthy(running, len(values["replicas"])):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         yield running
 

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Message
 from gateway import rest
 from gateway.addresses import Address, Resolve, resolve_host
 from gateway.admin import ENDPOINTS, AdminContext, admin_app
+from gateway.api_error import ApiError
 from gateway.dispatch import Record
 from gateway.keys import KeyRecord, KeyStore
-from gateway.openai import ApiError
 from gateway.registry import Registry
 from gateway.rest import Endpoint, Needs
 from gateway.settings import Settings, load_settings
@@ -423,8 +423,14 @@ async def test_a_registered_replica_is_shown_whole_but_without_its_credential(ad
         "inflight": 0,
         "promised_tokens": 0,
         "prefill_tok_s": None,
+        "fixed_s": None,
+        "bytes_per_token": None,
         "capacity_blocks": None,
+        "capacity_tokens": 1 << 20,
+        "capacity_learned": False,
         "indexed_blocks": 0,
+        "expected_blocks": 0,
+        "indexed": True,
         "cached_tokens_precision": None,
         "cached_tokens_recall": None,
         "load": None,

@@ -108,6 +108,122 @@ async def test_all_replicas_failing_is_a_502_without_their_text(tmp_path: Path) 
         assert len(one.seen) + len(two.seen) == 2, "each replica is tried once"
 
 
+async def test_who_has_tried_in_vain_asks_the_client_not_to(tmp_path: Path) -> None:
+    """OpenAI's SDKs try three times by themselves, each of which would be two here."""
+    async with stub(writes(response(500, b"{}"))) as one, gateway(tmp_path, one) as running:
+        failed = await running.chat()
+        one.answer = writes(response(429, b"{}", "retry-after: 1"))
+        busy = await running.chat()
+
+        assert failed.headers["x-should-retry"] == "false"
+        assert "x-should-retry" not in busy.headers
+
+
+async def test_a_fleet_that_fails_is_not_sent_everything_twice(tmp_path: Path) -> None:
+    async def fails_late(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.1)
+        writer.write(response(500, b"{}"))
+
+    async with stub(fails_late) as one, stub(fails_late) as two, gateway(tmp_path, one, two) as running:
+        answers = await asyncio.gather(*[running.chat(f"request {number}") for number in range(60)])
+
+        assert {answer.status_code for answer in answers} == {502}
+        assert len(one.seen) + len(two.seen) <= 1.2 * 60 + 3
+
+
+async def test_a_request_that_two_replicas_did_not_survive_is_not_tried_again(tmp_path: Path) -> None:
+    async with stub(dies) as one, stub(dies) as two, stub(dies) as three, gateway(tmp_path, one, two, three) as running:
+        replicas = (one, two, three)
+        first = await running.chat("poison")
+        tried = sum(bool(replica.seen) for replica in replicas)
+        for replica in replicas:
+            replica.answer = says("hi")
+        again = await running.chat("poison")
+        other = await running.chat("harmless")
+        _, running.key = running.gateway.keys.create("client", name="other", tenant="other")
+        others = await running.chat("poison")
+
+        assert (first.status_code, again.status_code) == (500, 422)
+        assert first.json()["error"]["code"] == again.json()["error"]["code"] == "request_quarantined"
+        assert first.headers["x-should-retry"] == "false"
+        assert other.status_code == others.status_code == 200
+        assert tried == 2
+
+
+async def test_a_replica_lost_in_the_middle_of_a_stream_counts_too(tmp_path: Path) -> None:
+    lost = writes(STREAM_HEAD, chunked(ANSWER[0]), close=True)
+    async with stub(lost) as one, gateway(tmp_path, one) as running:
+        answers = [await running.chat("poison", stream=True) for _ in range(3)]
+
+        assert [answer.status_code for answer in answers] == [200, 200, 422]
+        assert len(one.seen) == 2
+
+
+def late(delay_s: float, *events: bytes) -> Answer:
+    """A stream whose first token takes a while."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        await asyncio.sleep(delay_s)
+        await writes(*map(chunked, events), b"0\r\n\r\n", close=not events)(reader, writer)
+
+    return answer
+
+
+PATIENCE = {"stream": {"commit_after_s": 0.1, "ping_s": 0.1}}
+
+
+async def test_a_stream_that_waits_long_is_kept_alive_by_comments(tmp_path: Path) -> None:
+    async with stub(late(0.5, *ANSWER)) as replica, gateway(tmp_path, replica, **PATIENCE) as running:
+        answer = await running.chat(stream=True)
+
+        comments, _, rest = answer.content.partition(ANSWER[0])
+        assert comments == b": ping\n\n" * comments.count(b"\n\n")
+        assert comments
+        assert rest == ANSWER[1] + ANSWER[2] + DONE
+
+
+async def test_a_stream_that_begins_soon_has_no_comment(tmp_path: Path) -> None:
+    events = [ANSWER[0]] * 5
+
+    async def steady(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        for each in (*events, *ANSWER[1:]):
+            writer.write(chunked(each))
+            await asyncio.sleep(0.06)
+        writer.write(b"0\r\n\r\n")
+
+    async with stub(steady) as replica, gateway(tmp_path, replica, **PATIENCE) as running:
+        answer = await running.chat(stream=True)
+
+        assert b"ping" not in answer.content
+
+
+async def test_a_stream_that_was_kept_alive_may_still_go_elsewhere(tmp_path: Path) -> None:
+    async with (
+        stub(late(0.3)) as bad,
+        stub(streams(*ANSWER)) as good,
+        gateway(tmp_path, bad, good, **PATIENCE) as running,
+    ):
+        for number in range(50):
+            answer = await running.chat(f"try {number}", stream=True)
+            assert answer.content.endswith(b"".join(ANSWER[:3]) + DONE)
+            if bad.seen:
+                assert answer.content.startswith(b": ping")
+                return
+        pytest.fail("the late replica was never tried, so this shows nothing")
+
+
+async def test_a_stream_that_was_kept_alive_in_vain_ends_with_an_error_event(tmp_path: Path) -> None:
+    async with stub(late(0.3)) as replica, gateway(tmp_path, replica, **PATIENCE) as running:
+        answer = await running.chat(stream=True)
+
+        assert answer.status_code == 200
+        last = answer.content.split(b"\n\n")[-2]
+        assert last.startswith(b'data: {"error":')
+        assert b"[DONE]" not in answer.content
+
+
 async def test_no_replica_is_a_503_with_a_time_to_come_back(tmp_path: Path) -> None:
     async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
         await running.admin.patch(f"/admin/v1/replicas/127-0-0-1-{replica.port}", json={"cordoned": True})

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai import ApiError, Endpoint, parse_request
+from gateway.api_error import ApiError
+from gateway.openai import Endpoint, parse_request
 
 CHAT: Endpoint = "/v1/chat/completions"
 TEXT: Endpoint = "/v1/completions"

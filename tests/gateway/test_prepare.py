@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import asyncio
 import base64
+import dataclasses
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import pytest
 
-from gateway.openai import ApiError, Endpoint, GenerationRequest, parse_request
+from gateway.api_error import ApiError
+from gateway.openai import Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer, Prompters
 from router import Pool, block_names, root_name
 from router.prompt import TokenizerFiles, load_prompter
 from router.wire import unpack_ids
+from tests.router import tiny_tokenizer as tiny
 
 FILES = TokenizerFiles(kind="trivial")
 TOKENS = Pool(model="m", revision="r", key_space="tokens", created=0.0, block_size=16, tokenizer_digest=FILES.digest)
@@ -31,7 +37,7 @@ def request(endpoint: Endpoint = "/v1/chat/completions", **fields: object) -> Ge
 async def prepare(
     executor: ThreadPoolExecutor, wanted: GenerationRequest, pool: Pool, salt: str = "s"
 ) -> PreparedPrompt:
-    prompters = Prompters(executor)
+    prompters = Prompters()
     await prompters.load(FILES)
     return await Preparer(prompters, executor).prepare(wanted, pool, salt)
 
@@ -41,7 +47,7 @@ def ids_of(prompt: PreparedPrompt) -> list[int]:
     return list(unpack_ids(base64.b64decode(prompt.ids)))
 
 
-@pytest.mark.parametrize("size", [10, 20_000], ids=["on the loop", "in the thread"])
+@pytest.mark.parametrize("size", [10, 200_000], ids=["on the loop", "in the thread"])
 async def test_a_chat_is_rendered_tokenized_and_named_once(executor: ThreadPoolExecutor, size: int) -> None:
     wanted = request(messages=[{"role": "user", "content": "x" * size}])
 
@@ -68,6 +74,84 @@ async def test_every_form_of_one_prompt_is_the_same_prompt(executor: ThreadPoolE
 
     for prompt in (["hello you"], ids, [ids]):
         assert await prepare(executor, request("/v1/completions", prompt=prompt), TOKENS) == text
+
+
+async def test_a_plain_prompt_gets_special_tokens_unless_it_says_not(executor: ThreadPoolExecutor) -> None:
+    files = TokenizerFiles.from_hf(tokenizer_json=tiny.byte_level_framed(), config_json=tiny.CONFIG)
+    prompters = Prompters()
+    pool = dataclasses.replace(TOKENS, tokenizer_digest=await prompters.load(files))
+    preparer = Preparer(prompters, executor)
+
+    for wanted in (True, None, False):
+        fields = {"prompt": "the fox", "add_special_tokens": wanted}
+        prompt = await preparer.prepare(request("/v1/completions", **fields), pool, "s")
+        assert ids_of(prompt) == load_prompter(files).encode_text("the fox", wanted is not False).tolist()
+
+
+@pytest.mark.parametrize("escape", [True, False])
+async def test_special_tokens_in_messages_are_text_where_the_model_wants_it(
+    executor: ThreadPoolExecutor, escape: bool
+) -> None:
+    files = TokenizerFiles.from_hf(tokenizer_json=tiny.byte_level(), config_json=tiny.CONFIG)
+    prompters = Prompters()
+    pool = dataclasses.replace(TOKENS, tokenizer_digest=await prompters.load(files))
+    preparer = Preparer(prompters, executor, lambda model: escape and model == pool.model)
+    chat = request(messages=[{"role": "user", "content": "<|im_end|>"}])
+
+    prompt = await preparer.prepare(chat, pool, "s")
+    plain = await preparer.prepare(request("/v1/completions", prompt="<|im_end|>"), pool, "s")
+
+    end = load_prompter(files).encode_text("<|im_end|>").tolist()
+    assert prompt.escape == escape
+    assert ids_of(prompt).count(end[0]) == (1 if escape else 2)
+    assert ids_of(plain) == end  # who writes a plain prompt means its tokens
+
+
+async def test_a_replica_that_renders_itself_is_told_to_escape(executor: ThreadPoolExecutor) -> None:
+    """Before its tokenizer is loaded here, say."""
+    preparer = Preparer(Prompters(), executor, lambda model: True)
+    chat = request(messages=[{"role": "user", "content": "x"}])
+
+    unknown = await preparer.prepare(chat, TOKENS, "s")
+    foreign = await preparer.prepare(chat, TEXT, "s")
+
+    assert (unknown.ids, unknown.escape) == (None, True)
+    assert (foreign.ids, foreign.escape) == (None, False)
+
+
+async def test_replicas_that_come_at_once_load_their_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[TokenizerFiles] = []
+
+    def load(files: TokenizerFiles) -> object:
+        loads.append(files)
+        return load_prompter(files)
+
+    monkeypatch.setattr("gateway.prepare.load_prompter", load)
+    prompters = Prompters()
+
+    await asyncio.gather(*(prompters.load(FILES) for _ in range(5)))
+
+    assert loads == [FILES]
+
+
+@pytest.mark.parametrize("messages", [1, 2000])
+async def test_what_would_hold_the_loop_for_long_is_done_in_a_thread(
+    messages: int, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompters = Prompters()
+    await prompters.load(FILES)
+    preparer = Preparer(prompters, executor)
+    threads: set[str] = set()
+    prepare_now = preparer.prepare_now
+
+    def watched(*args: Any) -> PreparedPrompt:
+        threads.add(threading.current_thread().name)
+        return prepare_now(*args)
+
+    monkeypatch.setattr(preparer, "prepare_now", watched)
+    await preparer.prepare(request(messages=[{"role": "user", "content": "x"}] * messages), TOKENS, "s")
+
+    assert (threads == {threading.current_thread().name}) == (messages == 1)
 
 
 async def test_several_prompts_are_routed_by_the_first_and_tokenized_by_the_replica(

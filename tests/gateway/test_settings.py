@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gateway.addresses import PortRange
 from gateway.settings import Settings, SettingsError, load_settings, redacted
@@ -52,6 +53,19 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path, monk
     assert settings.server.max_body_bytes == 2048
     assert settings.stream.idle_s == 5
     assert settings.stream.connect_s == Settings().stream.connect_s
+
+
+def test_the_sample_of_all_settings_has_each_with_its_default() -> None:
+    file = Path(__file__).parents[2] / "deploy" / "settings.yaml"
+
+    assert load_settings(file) == Settings()
+    assert _names(yaml.safe_load(file.read_text())) == _names(Settings().model_dump(mode="json"))
+
+
+def _names(settings: dict[str, Any]) -> set[str]:
+    """Dotted, of every setting that is no group."""
+    inner = {name: _names(value) if isinstance(value, dict) else set() for name, value in settings.items()}
+    return {".".join(filter(None, (name, below))) for name, found in inner.items() for below in found or {""}}
 
 
 def test_lists_come_from_the_environment_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,5 +252,16 @@ def test_settings_cannot_be_changed() -> None:
 def test_the_routers_defaults_are_not_said_twice() -> None:
     assert Settings().routing.router_settings == RoutingSettings()
     assert load_settings(flags={"routing": {"policy": "random"}}).routing.router_settings.policy == "random"
-    scaled: dict[str, Any] = {"fixed_s": 0.004, "w_per_wait_s": 10.0, "saturated_s": 3.6}
+    scaled: dict[str, Any] = {"fixed_s": 0.004, "running_s": 0.0004, "w_per_wait_s": 10.0, "saturated_s": 3.6}
     assert load_settings(flags={"routing": scaled}).routing.router_settings == RoutingSettings(**scaled)
+
+
+def test_special_tokens_in_messages_are_a_matter_of_all_models_or_of_one(tmp_path: Path) -> None:
+    file = write(tmp_path, "prompts: {special_tokens_in_text: escape, models: {trusted: parse}}")
+
+    prompts = load_settings(file).prompts
+
+    assert (prompts.escapes("any"), prompts.escapes("trusted")) == (True, False)
+    assert not Settings().prompts.escapes("any")
+    with pytest.raises(SettingsError, match=r"prompts\.models\.m"):
+        load_settings(flags={"prompts": {"models": {"m": "maybe"}}})

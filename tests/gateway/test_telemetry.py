@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.dispatch import Record
 from gateway.openai import Usage, parse_usage
 from gateway.telemetry import GapHistogram, Telemetry
-from router import Decision, Query, Router
+from router import BlockName, Decision, Outcome, Query, Router
 from router.wire import Hello, Load, ReplicaSpec
 
 
@@ -196,6 +196,39 @@ def test_a_replica_that_tells_nothing_has_no_such_series(telemetry: Telemetry) -
 
     assert "warmpath_replica_healthy|model=m|replica=w1" in seen
     assert "warmpath_replica_running_requests|model=m|replica=w1" not in seen
+
+
+def test_what_was_learned_of_a_foreign_replica_is_shown(telemetry: Telemetry) -> None:
+    router = Router()
+    router.add("f1", ReplicaSpec(url="http://127.0.0.1:8101", model="m", kind="openai"), now=0.0)
+    router.set_health("f1", True, now=0.0)
+    query = Query(model="m", names=[BlockName(number) for number in range(10)], num_tokens=640, num_bytes=2560)
+    for now in (0.0, 10.0):
+        asked = router.route(query, now, 0.0)
+        assert isinstance(asked, Decision)
+        reservation = router.begin(asked, query, "r", now)
+        router.answered(reservation, now + 0.52)
+        router.finish(reservation, now + 1, Outcome.OK, 0 if not now else 400, prompt_tokens=512)
+
+    seen = samples(telemetry, router)
+
+    labels = "|model=m|replica=f1"
+    assert seen[f"warmpath_replica_bytes_per_token{labels}"] == 5
+    assert 500 < seen[f"warmpath_replica_prefill_tokens_per_second{labels}"] < 8000
+    assert 0 < seen[f"warmpath_replica_fixed_seconds{labels}"] < 0.5
+    assert seen[f"warmpath_replica_expected_blocks{labels}"] == 10
+    assert seen[f"warmpath_replica_capacity_tokens{labels}"] == pytest.approx(1 << 20, rel=0.01)
+    assert seen[f"warmpath_replica_cached_tokens_precision{labels}"] == 1
+    assert 0.9 < seen[f"warmpath_replica_cached_tokens_recall{labels}"] < 1
+
+
+@pytest.mark.parametrize(("prompt", "completion", "cached"), [(-5, -1, -7), (100, 1, 10**9)])
+def test_absurd_usage_breaks_no_counter(telemetry: Telemetry, prompt: int, completion: int, cached: int) -> None:
+    answered = record(model="m", decision=decision(matched=64), tries=1, usage=usage(prompt, completion, cached))
+
+    telemetry.finished(answered)
+
+    assert 0 <= samples(telemetry)["warmpath_cached_tokens_reported_total|model=m"] <= 100
 
 
 def test_a_replica_that_left_leaves_no_series(telemetry: Telemetry) -> None:

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from gateway.http1 import Http1Upstream
+from gateway.model_cards import ModelCards
 from gateway.prepare import Prompters
 from gateway.upstream import UpstreamResponse
 from gateway.watch import Watcher
@@ -26,11 +26,11 @@ from tests.serving import eventually
 class Watched:
     """A router, and a watcher that fills it."""
 
-    def __init__(self, executor: ThreadPoolExecutor) -> None:
+    def __init__(self) -> None:
         self.router = Router()
         self.upstream = Http1Upstream()
-        self.prompters = Prompters(executor)
-        self.watcher = Watcher(self.router, self.upstream, self.prompters, clock=time.monotonic)
+        self.prompters = Prompters()
+        self.watcher = Watcher(self.router, self.upstream, self.prompters, ModelCards(), clock=time.monotonic)
 
     def watch(self, spec: ReplicaSpec, replica_id: str = "r") -> None:
         self.router.add(replica_id, spec, time.monotonic())
@@ -46,13 +46,12 @@ class Watched:
 
 @pytest.fixture
 async def watched() -> AsyncIterator[Watched]:
-    with ThreadPoolExecutor(1) as executor:
-        made = Watched(executor)
-        try:
-            yield made
-        finally:
-            await made.watcher.aclose()
-            await made.upstream.aclose()
+    made = Watched()
+    try:
+        yield made
+    finally:
+        await made.watcher.aclose()
+        await made.upstream.aclose()
 
 
 def worker() -> contextlib.AbstractAsyncContextManager[Replica]:

@@ -15,7 +15,7 @@ from router import (
     block_names,
     root_name,
 )
-from router.wire import Batch, Hello, Load, ReplicaSpec, Stored, pack_ids
+from router.wire import Batch, Frame, Hello, Load, ReplicaSpec, Stored, pack_ids
 
 MODEL = "m"
 ROOT = root_name(model=MODEL)
@@ -103,6 +103,14 @@ def serve(router: Router, asked: Query, now: float = 0.0, draw: float = 0.0) -> 
     reservation = send(router, asked, now, draw)
     router.finish(reservation, now + 0.02 + reservation.uncached_tokens / RATE, Outcome.OK, None)
     return reservation.replica_id
+
+
+def take_snapshot(router: Router, frames: Sequence[Frame], now: float = 0.0, replica_id: str = "r0") -> Sync:
+    """As the gateway does: frame by frame until one of them is refused."""
+    for frame in frames:
+        if (sync := router.apply_snapshot(replica_id, frame, now)) is not Sync.OK:
+            return sync
+    return router.end_snapshot(replica_id)
 
 
 def view(router: Router, replica_id: str = "r0") -> ReplicaView:

@@ -285,6 +285,20 @@ class HonestReplicas(RuleBasedStateMachine):
             assert replica.confirmed == len(self.confirmed[replica])
             assert replica.expected == len(self.expected[replica])
         assert len(self.index) == len({name for replica in self.confirmed for name in self.held(replica)})
+        assert self.index.room.used == sum(len(self.held(replica)) for replica in self.confirmed)
+
+    @rule(replica=replicas, most=st.integers(1, 4))
+    def drop_oldest(self, replica: Holding, most: int) -> None:
+        self.index.drop_oldest(replica, most)
+        expected = self.expected[replica]
+        oldest = [name for name, stamp in expected.items() if stamp == next(iter(expected.values()))]
+        for name in oldest[:most]:
+            del expected[name]
+
+    @rule(replica=replicas, age=st.integers(0, 5))
+    def count_since(self, replica: Holding, age: int) -> None:
+        since = self.stamp - age
+        assert replica.expected_since(since) == sum(stamp > since for stamp in self.expected[replica].values())
 
 
 TestHonestReplicas = HonestReplicas.TestCase
@@ -328,6 +342,7 @@ def test_events_in_any_order_never_raise_and_every_entry_is_counted_once(
             assert 0 < depth <= len(names)
 
     held = [replica.confirmed + replica.expected for replica in replicas]
+    assert index.room.used == sum(held)
     assert max(held) <= len(index) <= sum(held)
     for replica in replicas:
         index.leave(replica)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,13 @@ def by_transformers(source: str, messages: list[dict[str, Any]], **options: Any)
     return str(rendered[0][0])
 
 
+@cache
+def template_of(source: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, {"bos_token": "<s>"})
+
+
 def render(source: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
-    template = ChatTemplate({"default": source}, {"bos_token": "<s>"})
-    return template.render(Chat(messages or HELLO, **options), NOW)
+    return template_of(source).render(Chat(messages or HELLO, **options), NOW)
 
 
 @pytest.mark.parametrize(("model", "conversation", "case"), golden_cases())

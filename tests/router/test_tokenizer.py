@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from router.prompt_errors import PromptError, TokenizerError
 from router.tokenizer import HFTokenizer
 from router.tokenizer_files import TokenizerConfig
+from router.wire import unpack_ids
 from tests.router import tiny_tokenizer as tiny
 
 CONFIG = TokenizerConfig.parse(tiny.CONFIG)
@@ -37,22 +38,28 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
 @cache
-def loaded(build: Callable[[], str], cache_bytes: int) -> tuple[HFTokenizer, Tokenizer]:
-    return HFTokenizer(build(), CONFIG, cache_bytes), Tokenizer.from_str(build())
+def loaded(build: Callable[[], str], cache_bytes: int, native: bool = False) -> tuple[HFTokenizer, Tokenizer]:
+    return HFTokenizer(build(), CONFIG, cache_bytes, native=native), Tokenizer.from_str(build())
+
+
+def encode(tokenizer: HFTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    return unpack_ids(tokenizer.encode(text, add_special_tokens=add_special_tokens)).tolist()
 
 
 @pytest.mark.parametrize("build", CUTTABLE + WHOLE_ONLY)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
 @pytest.mark.parametrize("cache_bytes", [0, 2000, 1 << 20])
-@settings(deadline=None)
+@settings(max_examples=60)
 @given(text=TEXTS, add_special_tokens=st.booleans())
 def test_ids_equal_those_of_the_whole_text_cold_and_warm(
-    build: Callable[[], str], cache_bytes: int, text: str, add_special_tokens: bool
+    build: Callable[[], str], cache_bytes: int, native: bool, text: str, add_special_tokens: bool
 ) -> None:
-    tokenizer, whole = loaded(build, cache_bytes)
+    """smg#1637, smg#1680 among others: what a cache remembers changes no id, around special tokens either."""
+    tokenizer, whole = loaded(build, cache_bytes, native)
     expected = whole.encode(text, add_special_tokens=add_special_tokens).ids
 
-    assert tokenizer.encode(text, add_special_tokens=add_special_tokens).tolist() == expected
-    assert tokenizer.encode(text, add_special_tokens=add_special_tokens).tolist() == expected
+    assert encode(tokenizer, text, add_special_tokens=add_special_tokens) == expected
+    assert encode(tokenizer, text, add_special_tokens=add_special_tokens) == expected
 
 
 @pytest.mark.parametrize("build", CUTTABLE)
@@ -70,12 +77,12 @@ def test_tokenizers_for_which_a_cut_would_change_ids_are_not_cut(build: Callable
 def test_decoding_gives_the_text_back(text: str) -> None:
     tokenizer, _ = loaded(tiny.byte_level, 1 << 20)
 
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False) == text
+    assert tokenizer.decode(encode(tokenizer, text, add_special_tokens=False), skip_special_tokens=False) == text
 
 
 def test_decoding_leaves_special_tokens_out_when_told_so() -> None:
     tokenizer, _ = loaded(tiny.byte_level, 1 << 20)
-    ids = tokenizer.encode("<|im_start|><think>the fox<|im_end|>", add_special_tokens=False)
+    ids = encode(tokenizer, "<|im_start|><think>the fox<|im_end|>", add_special_tokens=False)
 
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>the fox"
 
@@ -123,7 +130,7 @@ def test_truncation_and_padding_left_from_training_are_ignored() -> None:
     tokenizer = HFTokenizer(whole.to_str(), CONFIG, 1 << 20)
 
     assert (
-        tokenizer.decode(tokenizer.encode(tiny.CORPUS[0], add_special_tokens=True), skip_special_tokens=False)
+        tokenizer.decode(encode(tokenizer, tiny.CORPUS[0], add_special_tokens=True), skip_special_tokens=False)
         == tiny.CORPUS[0]
     )
 
@@ -157,7 +164,7 @@ def test_a_vocabulary_too_small_for_the_check_is_tokenized_whole() -> None:
 
     tokenizer = HFTokenizer(json.dumps(files), CONFIG, 1 << 20)
 
-    assert tokenizer.encode("yes<|end|>no", add_special_tokens=True).tolist() == [0, 2, 1]
+    assert encode(tokenizer, "yes<|end|>no", add_special_tokens=True) == [0, 2, 1]
     with pytest.raises(PromptError, match="refuses"):
         tokenizer.encode("perhaps", add_special_tokens=True)
 

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from router.prompt_errors import PromptError
 from router.trivial import EOS_ID, TrivialTokenizer
+from router.wire import unpack_ids
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 def encode(text: str) -> list[int]:
-    return TrivialTokenizer().encode(text, add_special_tokens=True).tolist()
+    return unpack_ids(TrivialTokenizer().encode(text, add_special_tokens=True)).tolist()
 
 
 def test_four_bytes_are_one_id_and_the_last_is_filled_up() -> None:

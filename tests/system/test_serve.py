@@ -133,7 +133,7 @@ def test_the_first_start_makes_keys_and_shows_them_once(tmp_path: Path) -> None:
     assert shown[1] == []
 
 
-@pytest.mark.parametrize("name", ["gateway.yaml", "static.yaml"])
+@pytest.mark.parametrize("name", ["gateway.yaml", "settings.yaml", "static.yaml"])
 def test_sample_settings_load(tmp_path: Path, name: str) -> None:
     printed = _run(tmp_path, "serve", "--config", str(ROOT / "deploy" / name), "--print-config")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -90,6 +91,29 @@ def test_replicas_and_keys_can_be_asked_for(up: Up) -> None:
     assert made.stdout.startswith("wp-")
     assert "someone" in listed.stdout
     assert made.stdout.strip() not in listed.stdout, "a secret is shown once"
+
+
+def test_a_request_is_explained_without_being_sent_and_past_ones_are_listed(up: Up, tmp_path: Path) -> None:
+    body = tmp_path / "request.json"
+    body.write_text('{"model": "simulated", "prompt": "Once upon a time"}')
+    before = json.loads(up.run("decisions", "--json", "--limit", "1000").stdout)
+
+    explained = json.loads(up.run("explain", str(body), "--json").stdout)
+    table = up.run("explain", "--prompt", "Once upon a time").stdout
+    after = json.loads(up.run("decisions", "--json", "--limit", "1000").stdout)
+
+    assert explained["chosen"].startswith("worker-")
+    assert {each["replica"] for each in explained["candidates"]} == {"worker-0", "worker-1"}
+    assert "policy cost" in table
+    assert len(after) == len(before)
+    assert up.run("decisions").returncode == 0
+
+
+def test_the_smoke_run_finds_nothing_wrong_with_made_up_text(up: Up) -> None:
+    smoke = up.run("smoke")
+
+    assert smoke.returncode == 0, smoke.stdout + smoke.stderr
+    assert "endpoint ok: simulated" in smoke.stdout
 
 
 def test_revoking_reaches_nothing_but_keys(up: Up) -> None:

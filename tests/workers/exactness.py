@@ -26,9 +26,10 @@ import xxhash
 from router.blocks import BlockName
 from router.wire import pack_ids
 from tests.workers.tiny_models import VOCAB
-from workers.engine import Engine, RowResult, Runner, ScheduledSeq
+from workers.engine import Engine
 from workers.grammar import GrammarCompiler
 from workers.protocol import EngineInfo, FinishReason, Output, Sampling, Submit, TokenLogprob
+from workers.step import RowResult, Runner, ScheduledSeq
 
 __all__ = ["CASES", "Answer", "Conditions", "Replica", "Request", "tell_cases"]
 

@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 
 from tests.workers.fake_runner import FakeRunner, make_info
-from workers.engine import Engine, RowResult, ScheduledSeq
+from workers.engine import Engine
 from workers.engine_process import EngineArgs, main
+from workers.step import RowResult, ScheduledSeq
 
 SLOW_STEP_S = 0.005
 

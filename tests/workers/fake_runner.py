@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import xxhash
 
 from router.wire import pack_ids
-from workers.engine import RowResult, ScheduledSeq
 from workers.protocol import EngineInfo, Grammar, Sampling, Submit, TokenLogprob
+from workers.step import RowResult, ScheduledSeq
 
 VOCAB = 50
 EOS = 49

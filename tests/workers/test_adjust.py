@@ -176,3 +176,14 @@ def test_a_complete_sentence_may_end_before_min_tokens() -> None:
     draw = make_draw([1], [], allowed={EOS_IDS[0]}, min_tokens=5)
 
     assert sample(random_logits(1, 0), [draw], EOS_IDS) == [EOS_IDS[0]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 2.0])
+def test_the_smallest_penalty_keeps_to_the_grammar(temperature: float) -> None:
+    logits = torch.linspace(-9, 9, VOCAB).unsqueeze(0)
+    draw = make_draw(
+        range(VOCAB), [], allowed={4, 20}, repetition_penalty=1e-300, temperature=temperature, seed=1, top_p=0.9
+    )
+
+    assert sample(logits, [draw]) == [20], "it was there before, so a penalty below 1 makes it far likelier"
+    assert not adjust(logits, [draw], EOS_IDS).isnan().any()

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import uvloop
 
@@ -192,6 +193,16 @@ async def test_one_prompt_over_the_bound_of_tokens_is_taken_when_nobody_waits(st
             client.submit(make_submit(2, [1]))
     async with client.submit(make_submit(3, PROMPT)):  # whoever left is no longer in the queue
         pass
+
+
+async def test_the_choices_of_a_prompt_count_it_once(start: Start) -> None:
+    client = await start("slow", limits=QueueLimits(max_prompt_tokens=2 * len(PROMPT) - 1))
+    first, second, other = (make_submit(rid, PROMPT) for rid in (1, 2, 3))
+    second = msgspec.structs.replace(second, sampling=msgspec.structs.replace(second.sampling, choice=1))
+
+    async with client.submit(first), client.submit(second):
+        with pytest.raises(EngineBusy):
+            client.submit(other)
 
 
 async def test_a_listener_hears_a_report_before_its_outputs_are_handed_out(start: Start) -> None:

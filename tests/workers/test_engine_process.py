@@ -19,7 +19,7 @@ from router.wire import unpack_ids
 from tests.workers.fake_engine_process import make_args
 from tests.workers.fake_runner import FakeRunner, answer, make_info, make_submit
 from workers import engine_process
-from workers.engine import Engine, RowResult, ScheduledSeq
+from workers.engine import Engine
 from workers.engine_process import build_torch_engine, serve
 from workers.protocol import (
     Abort,
@@ -31,6 +31,7 @@ from workers.protocol import (
     decode_from_engine,
     encode_message,
 )
+from workers.step import RowResult, ScheduledSeq
 
 DEADLINE_S = 10.0
 PROMPT = list(range(10))

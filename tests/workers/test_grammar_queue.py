@@ -97,10 +97,26 @@ def test_a_grammar_that_fails_on_its_way_ends_only_its_own_request() -> None:
         return [token for output in mine for token in output.ids], mine[-1].finish_reason, mine[-1].message
 
     assert of(0) == (answer(PROMPT, Sampling(max_tokens=4, ignore_eos=True), 99), "length", "")
-    assert of(1) == ([7, 7], "error", "the grammar failed: too complex")
-    assert of(2) == ([8], "error", "the grammar failed: not allowed")
+    assert of(1) == ([7, 7], "rejected", "the grammar failed: too complex")
+    assert of(2) == ([8], "rejected", "the grammar failed: not allowed")
     assert engine.report().kv_used_blocks == 0
     assert engine.failed is None
+
+
+class Panic(BaseException):
+    """What a library in another language raises when it gives up."""
+
+
+def test_a_grammar_whose_building_breaks_ends_only_its_own_request() -> None:
+    engine, compiler, _ = make_engine()
+    submit(engine, 1)
+    submit(engine, 2, grammar=False)
+    compiler.futures[0].set_exception(Panic("index out of bounds"))
+    outputs = [output for _ in range(4) for output in engine.step().outputs]
+
+    ends = {output.rid: output.finish_reason for output in outputs if output.finish_reason}
+    assert ends == {1: "rejected", 2: "length"}
+    assert "Panic" in outputs[0].message
 
 
 def test_without_a_compiler_a_grammar_is_rejected() -> None:

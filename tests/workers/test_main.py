@@ -243,6 +243,13 @@ def test_a_default_model_with_another_hash_ends_the_start_with_one_clear_line(tm
         (["--replicas", "0"], "replicas"),
         (["--replicas", "2", "--advertise", "http://host:1"], "--advertise"),
         (["--replicas", "2", "--port", "65535"], "no ports"),
+        (["--preset", "abacus"], "abacus"),
+        (["--jitter", "1"], "jitter"),
+        (["--jitter", "nan"], "--jitter"),
+        (["--decode-ms", "0"], "decode-ms"),
+        (["--kv-tokens", "1024", "--kv-memory", "1GiB"], "two units"),
+        (["--fault", "explode"], "is no fault"),
+        (["--fault", "1/hang"], "there are 1"),
     ],
 )
 def test_a_wrong_option_is_a_usage_error(args: list[str], fault: str) -> None:
@@ -250,6 +257,36 @@ def test_a_wrong_option_is_a_usage_error(args: list[str], fault: str) -> None:
 
     assert result.exit_code == 2
     assert fault in result.output
+
+
+def test_an_option_of_simulated_replicas_is_refused_for_others() -> None:
+    result = CliRunner().invoke(_serve_command, ["./model", "--speedup", "2"], env=QUIET)
+
+    assert result.exit_code == 2
+    assert "--speedup is for simulated replicas" in result.output
+
+
+def test_the_parameters_of_the_command_line_change_those_of_the_preset() -> None:
+    with worker(
+        *("simulated", "--preset", "smg", "--prefill-ms", "30", "--prefill-token-ms", "0.1", "--decode-ms", "1"),
+        *("--decode-free", "4", "--decode-row", "0.5", "--jitter", "0.1", "--seed", "7", "--kv-tokens", "4096"),
+        *("--replicas", "2", "--credential", "secret", "--fault", "1/503:1", "--fault", "die:2"),
+    ) as process:
+        assert process.stdout is not None
+        running, *urls = [process.stdout.readline().split()[-1] for _ in range(3)]
+        assert running == "once"
+        with httpx.Client(headers={"authorization": "Bearer secret"}, trust_env=False) as http:
+            models = [http.get(f"{url}/v1/models").json()["data"][0] for url in urls]
+            body = {"prompt": "hello", "max_tokens": 2}
+            statuses = [http.post(f"{url}/v1/completions", json=body).status_code for url in urls]
+            with pytest.raises(httpx.TransportError):
+                http.post(f"{urls[0]}/v1/completions", json=body)
+        _, log = process.communicate(timeout=10)
+
+    assert [model["max_model_len"] for model in models] == [4096, 4096]
+    assert statuses == [200, 503]
+    assert process.returncode == 70, "a process that died on request says so"
+    assert "Traceback" not in log
 
 
 def test_help_ends_with_examples() -> None:

@@ -130,6 +130,45 @@ def test_a_negative_seed_is_one_of_the_64_bit_seeds() -> None:
         ("stop", "x" * 257),
         ("stop", 3),
         ("stop", ["a", 3]),
+        ("min_tokens", -1),
+        ("min_tokens", 1.0),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 2.1),
+        ("repetition_penalty", True),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", False),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", "1"),
+        ("logit_bias", {"5": 100.1}),
+        ("logit_bias", {"5": True}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1.0": 1}),
+        ("logit_bias", {"4294967296": 1}),
+        ("logit_bias", [1]),
+        ("logit_bias", {str(id_): 1 for id_ in range(1025)}),
+        ("logprobs", 1),
+        ("logprobs", "true"),
+        ("top_logprobs", 5),
+        ("top_logprobs", 21),
+        ("top_logprobs", True),
+        ("include_stop_str_in_output", "yes"),
+        ("skip_special_tokens", 0),
+        ("return_token_ids", 1),
+        ("include_reasoning", "no"),
+        ("parallel_tool_calls", 0),
+        ("continue_final_message", 1),
+        ("response_format", "json"),
+        ("structured_outputs", []),
+        ("tools", []),
+        ("tools", "f"),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+        ("tools", [{"type": "browser", "function": {"name": "f"}}]),
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}]),
+        ("tool_choice", "auto"),
+        ("tool_choice", "required"),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [True]),
         ("stream", "yes"),
@@ -185,38 +224,32 @@ def test_fields_that_reach_into_the_replica_are_unknown(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("logprobs", True),
-        ("logprobs", 0),
-        ("top_logprobs", 5),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", False),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 1}),
-        ("min_p", 0.1),
-        ("min_tokens", 3),
         ("best_of", 2),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a"}),
-        ("guided_json", {}),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("functions", [{"name": "f"}]),
-        ("audio", {"voice": "x"}),
+        ("use_beam_search", True),
+        ("length_penalty", 0.5),
         ("bad_words", ["x"]),
-        ("include_stop_str_in_output", True),
-        ("skip_special_tokens", False),
-        ("return_token_ids", True),
+        ("allowed_token_ids", [1]),
+        ("guided_json", {}),
+        ("guided_regex", "a"),
         ("prompt_logprobs", 1),
+        ("prompt_logprobs", 0),
+        ("return_tokens_as_token_ids", True),
+        ("spaces_between_special_tokens", False),
+        ("thinking_token_budget", 5),
+        ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
+        ("audio", {"voice": "x"}),
+        ("echo", True),
         ("add_special_tokens", True),
     ],
 )
-def test_a_field_that_would_change_the_answer_is_refused_until_it_is_built(name: str, value: Any) -> None:
+def test_a_field_that_would_change_the_answer_in_a_way_we_cannot_is_refused(name: str, value: Any) -> None:
     error = refusal(chat_body(**{name: value}))
 
     assert (error.status, error.code, error.param) == (400, "unsupported_parameter", name)
 
 
-@pytest.mark.parametrize(("name", "value"), [("echo", True), ("suffix", "x"), ("logprobs", 5), ("best_of", 3)])
+@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("best_of", 3), ("prompt_logprobs", 1)])
 def test_the_same_holds_for_completions(name: str, value: Any) -> None:
     error = refusal(completion_body(**{name: value}), parse_completion)
 
@@ -234,11 +267,120 @@ def test_values_that_ask_for_nothing_pass() -> None:
             logit_bias={},
             min_p=0.0,
             response_format={"type": "text"},
-            tool_choice="auto",
+            tool_choice="none",
             skip_special_tokens=True,
+            bad_words=[],
+            echo=False,
         )
     )
     parse_completion(completion_body(echo=False, suffix=None, best_of=1, logprobs=None))
+
+
+def test_sampling_fields_arrive_as_given() -> None:
+    request = parse_chat(
+        chat_body(
+            min_p=0.1,
+            min_tokens=3,
+            repetition_penalty=1.1,
+            frequency_penalty=-2,
+            presence_penalty=2,
+            logit_bias={"5": -100, "6": 1.5},
+        )
+    )
+
+    assert (request.min_p, request.min_tokens, request.repetition_penalty) == (0.1, 3, 1.1)
+    assert (request.frequency_penalty, request.presence_penalty) == (-2.0, 2.0)
+    assert request.logit_bias == {5: -100.0, 6: 1.5}
+
+
+def test_a_chat_asks_for_logprobs_with_a_bool_and_a_number() -> None:
+    assert parse_chat(chat_body()).logprobs is None
+    assert parse_chat(chat_body(logprobs=True)).logprobs == 0
+    assert parse_chat(chat_body(logprobs=True, top_logprobs=20)).logprobs == 20
+
+
+@pytest.mark.parametrize("value", [True, False, "5", [5], 5.0, -1, 21])
+def test_a_completion_asks_for_logprobs_with_a_number_and_nothing_else(value: Any) -> None:
+    assert refusal(completion_body(logprobs=value), parse_completion).param == "logprobs"
+    assert parse_completion(completion_body(logprobs=5)).logprobs == 5
+
+
+def test_no_answer_at_all_is_for_those_who_only_want_an_echo() -> None:
+    assert refusal(completion_body(max_tokens=0), parse_completion).param == "max_tokens"
+    assert parse_completion(completion_body(max_tokens=0, echo=True)).only_echoes
+    assert not parse_completion(completion_body(max_tokens=0, echo=True, logprobs=0)).only_echoes
+
+
+def test_a_message_is_continued_or_answered_but_not_both() -> None:
+    both = chat_body(continue_final_message=True, add_generation_prompt=True)
+
+    assert refusal(both).param == "continue_final_message"
+    parse_chat(chat_body(continue_final_message=True))
+    parse_chat(chat_body(continue_final_message=True, add_generation_prompt=False))
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}, "description": name}}
+    for name in ("get_weather", "get_time")
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ("auto", True, None)),
+        ({"tool_choice": None}, ("auto", True, None)),
+        ({"tool_choice": "none"}, ("none", True, None)),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ("required", False, None)),
+        ({"tool_choice": {"type": "function", "function": {"name": "get_time"}}}, ("named", False, "get_time")),
+    ],
+)
+def test_which_tools_may_or_must_be_called(fields: dict[str, Any], expected: Any) -> None:
+    use = parse_chat(chat_body(tools=TOOLS, **fields)).tool_use
+
+    assert use is not None
+    assert (use.choice, use.parallel, use.name) == expected
+    assert [tool.function.name for tool in use.tools] == ["get_weather", "get_time"]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "always",
+        "",
+        {"type": "function", "function": {"name": "nope"}},
+        {"type": "function"},
+        {"type": "allowed_tools"},
+        3,
+    ],
+)
+def test_a_tool_choice_that_names_nothing_is_refused(choice: Any) -> None:
+    assert str(refusal(chat_body(tools=TOOLS, tool_choice=choice)).param).startswith("tool_choice")
+
+
+def test_of_a_field_that_is_given_twice_the_last_one_counts() -> None:
+    request = parse_chat(b'{"messages":[1],"n":2,"messages":[],"n":3,"seed":5,"seed":null}')
+
+    assert (request.n, request.prompt, request.seed) == (3, b"[]", None)
+
+
+RESUME = {"ids": "", "response_id": "chatcmpl-1", "created": 5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True, "n": 2}, "warmpath.resume"),
+        ({}, "warmpath.resume"),
+        ({"stream": True, "warmpath": {"resume": {**RESUME, "response_id": "a b"}}}, "warmpath.resume.response_id"),
+        ({"stream": True, "warmpath": {"resume": {**RESUME, "created": -1}}}, "warmpath.resume.created"),
+        ({"stream": True, "warmpath": {"resume": {**RESUME, "ids": 3}}}, "warmpath.resume.ids"),
+        ({"stream": True, "warmpath": {"resume": {}}}, "warmpath.resume.ids"),
+    ],
+)
+def test_only_a_stream_of_one_choice_is_resumed(fields: dict[str, Any], param: str) -> None:
+    assert refusal(chat_body(**{"warmpath": {"resume": RESUME}, **fields})).param == param
+    assert parse_chat(chat_body(stream=True, warmpath={"resume": RESUME})).resume is not None
 
 
 def test_fields_unknown_to_us_pass() -> None:
@@ -290,6 +432,7 @@ json_values = scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.sampl
         st.sampled_from(
             [
                 *("n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options"),
+                *("logit_bias", "min_p", "min_tokens", "top_logprobs", "echo", "structured_outputs"),
                 *("logprobs", "response_format", "tools", "tool_choice", "warmpath", "messages", "prompt", "model"),
             ]
         ),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.trivial import EOS_ID, TrivialTokenizer
+from router.wire import unpack_ids
 from workers.output import OutputText
 
 REPLACEMENT = "\ufffd".encode()
@@ -81,11 +82,28 @@ def test_the_text_ends_before_the_stop_string_that_is_complete_first(
         assert (text, output.stopped_by) == cut_before_stop(decode(ids), stops)
 
 
+@given(
+    groups=st.lists(st.text("abc", max_size=4), max_size=12),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    bound=st.integers(0, 6),
+)
+def test_a_stop_string_that_was_complete_too_soon_does_not_count_and_may_be_shown(
+    groups: list[str], stops: list[str], bound: int
+) -> None:
+    output = OutputText(decode, stops, include_stop=True)
+    text = "".join(output.push(encode(group), may_stop=place >= bound) for place, group in enumerate(groups))
+
+    whole, num_early = "".join(groups), len("".join(groups[:bound]))
+    ends = [end for end in range(num_early + 1, len(whole) + 1) for stop in stops if whole[:end].endswith(stop)]
+    assert text + output.finish() == whole[: ends[0] if ends else None]
+    assert (output.stopped_by is not None) == bool(ends)
+
+
 @given(text=st.text(), places=st.lists(st.integers(0, 60)))
 def test_the_trivial_tokenizer_comes_back_as_it_went_in(text: str, places: list[int]) -> None:
     tokenizer = TrivialTokenizer()
     text = text.replace("\0", "")
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    ids = list(unpack_ids(tokenizer.encode(text, add_special_tokens=False)))
     output = OutputText(lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
 
     assert "".join(deltas(output, cut_at([*ids, EOS_ID], places))) == text

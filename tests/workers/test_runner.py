@@ -25,10 +25,10 @@ from tests.workers.tiny_models import (
     weights_of,
 )
 from workers import runner as runner_module
-from workers.engine import RowResult, Runner
 from workers.protocol import Sampling, TokenLogprob
 from workers.quant import int8_works
 from workers.runner import TorchRunner
+from workers.step import RowResult, Runner
 from workers.weights import Weights
 
 needs_int8 = pytest.mark.skipif(not int8_works(), reason="this CPU has no exact 8-bit product")
@@ -158,7 +158,9 @@ def test_int8_bits_of_layers_with_a_window_do_not_depend_on_chunks_and_company(n
 
     def kept(table: Sequence[int]) -> list[torch.Tensor]:
         """Keys and values of every layer: all that was computed shows in them, but the last layer's output."""
-        layers = (layer.view(-1, runner.info.num_blocks, layer.shape[1] * BLOCK_SIZE) for layer in runner._cache.layers)
+        layers = (
+            layer.view(-1, runner._cache.num_blocks, layer.shape[1] * BLOCK_SIZE) for layer in runner._cache.layers
+        )
         return [layer.index_select(1, torch.tensor(table[: 700 // BLOCK_SIZE])) for layer in layers]
 
     @settings(max_examples=8)

@@ -16,12 +16,14 @@ from starlette.types import Message
 
 from router.prompt import TokenizerFiles, load_prompter
 from router.trivial import TrivialTokenizer
+from router.wire import unpack_ids
 from tests.serving import eventually, serving
 from workers.client import EngineClient, InProcessEngineClient, QueueLimits
-from workers.engine import Engine, RowResult, ScheduledSeq
+from workers.engine import Engine
 from workers.protocol import EngineInfo
 from workers.server import ReplicaApp
 from workers.simulated import SimulatedRunner, TimeModel, simulated_info
+from workers.step import RowResult, ScheduledSeq
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {
@@ -68,6 +70,10 @@ async def replica(
 def code_of(answer: httpx.Response) -> str:
     code: str = answer.json()["error"]["code"]
     return code
+
+
+def data_of(answer: httpx.Response) -> list[str]:
+    return [event.partition("data: ")[2] for event in answer.text.split("\n\n") if event]
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/simulated"])
@@ -225,19 +231,19 @@ async def test_an_error_after_the_first_token_is_an_event(n: int) -> None:
     async with replica(scripted(fails_at(3))) as (http, _):
         answer = await http.post(CHAT, json={**BODY, "stream": True, "n": n})
 
-    events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
+    events = data_of(answer)
     assert answer.status_code == 200
     assert json.loads(events[-1])["error"]["code"] == "engine_error"
     assert "[DONE]" not in events
 
 
 async def test_a_character_that_lies_across_two_tokens_is_sent_whole() -> None:
-    ids = TrivialTokenizer().encode("ab世界cd", add_special_tokens=False)
+    ids = unpack_ids(TrivialTokenizer().encode("ab世界cd", add_special_tokens=False))
 
     async with replica(scripted(lambda place: ids[place])) as (http, _):
         answer = await http.post(CHAT, json={**BODY, "stream": True, "max_tokens": len(ids)})
 
-    events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
+    events = data_of(answer)
     contents = [json.loads(event)["choices"][0]["delta"].get("content", "") for event in events[:-1]]
     assert "".join(contents) == "ab世界cd"
     assert not any("\ufffd" in content for content in contents)
@@ -252,6 +258,24 @@ async def test_an_open_stream_says_nothing_before_its_first_token() -> None:
             async with asyncio.timeout(0.3):
                 await http.send(request, stream=True)
         await eventually(lambda: not engine._queued)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
+    ],
+)
+async def test_a_simulated_model_obeys_no_grammar_and_says_so(change: dict[str, Any], param: str) -> None:
+    async with replica(engine_over(quick_runner())) as (http, _):
+        refused = await http.post(CHAT, json={**BODY, **change})
+        taken = await http.post(CHAT, json={**BODY, "response_format": {"type": "text"}})
+
+    assert (refused.status_code, code_of(refused)) == (400, "unsupported_parameter")
+    assert refused.json()["error"]["param"] == param
+    assert taken.status_code == 200
 
 
 async def test_a_bug_is_a_500_in_openais_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,19 @@ from __future__ import annotations
 
 import math
 from array import array
+from itertools import accumulate
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from router.trivial import EOS_ID, TrivialTokenizer
 from router.wire import pack_ids
-from workers.engine import Engine, ScheduledSeq
+from workers.engine import Engine
+from workers.presets import PRESETS
 from workers.protocol import Sampling, Submit
-from workers.simulated import SimulatedRunner, TimeModel, simulated_info
+from workers.simulated import SIMULATED_TOKEN_BUDGET, SimulatedRunner, TimeModel, engine_over, simulated_info
+from workers.step import ScheduledSeq
 
 
 def prefill(tokens: int, *, cached: int = 0, sample: bool = True) -> ScheduledSeq:
@@ -75,6 +80,102 @@ def generate(
 def test_a_step_takes_the_time_of_its_longer_part(batch: list[ScheduledSeq], seconds: float) -> None:
     assert TimeModel().step_s(batch) == pytest.approx(seconds)
     assert TimeModel(speedup=5).step_s(batch) == pytest.approx(seconds / 5)
+
+
+def first_tokens_at(prompts: list[int]) -> list[float]:
+    """When prompts of so many tokens, sent together, each give their first token."""
+    runner = SimulatedRunner(simulated_info(kv_tokens=1 << 18))
+    engine = engine_over(runner)
+    for number, length in enumerate(prompts):
+        ids = pack_ids(range(1000 * number, 1000 * number + length))
+        engine.submit(Submit(rid=number, request_id="", prompt=ids, sampling=Sampling(max_tokens=1)))
+    ended: dict[int, float] = {}
+    while engine.has_work():
+        ended |= dict.fromkeys((output.rid for output in engine.step().outputs), runner.clock())
+    return [ended[number] for number in range(len(prompts))]
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=12))
+@settings(max_examples=30, deadline=None)
+def test_prompts_are_computed_one_after_the_other(prompts: list[int]) -> None:
+    """Against a queue that takes them singly: none is sooner, the last is at the same time, and none later than a step."""
+    model = TimeModel()
+    queue = list(accumulate(model.prefill_s + model.prefill_token_s * length for length in prompts))
+    longest_step_s = model.prefill_token_s * SIMULATED_TOKEN_BUDGET + 2 * model.prefill_s
+
+    ended = first_tokens_at(prompts)
+
+    assert max(ended) == pytest.approx(queue[-1])
+    for mine, singly in zip(ended, queue, strict=True):
+        assert singly - 1e-9 <= mine <= singly + longest_step_s
+
+
+def test_a_burst_of_short_prompts_holds_nobody_up_for_more_than_a_decoding_step() -> None:
+    ended = first_tokens_at([10] * 10)
+
+    steps = sorted(set(ended))
+    assert len(steps) == 5, "two at a time"
+    assert max(later - sooner for sooner, later in zip([0.0, *steps], steps, strict=False)) < 0.045
+
+
+@pytest.mark.parametrize(
+    ("model", "prompts"),
+    [
+        (TimeModel(), 2),
+        (TimeModel(prefill_s=0.030, decode_s=0.012), 1),
+        (TimeModel(prefill_s=0.0), None),
+    ],
+)
+def test_a_step_takes_the_prompts_that_hide_behind_its_decoding(model: TimeModel, prompts: int | None) -> None:
+    assert model.prefills_per_step == prompts
+
+
+def step_times(jitter: float, seed: int, count: int = 500) -> list[float]:
+    runner = SimulatedRunner(simulated_info(), TimeModel(jitter=jitter), seed=seed)
+    times: list[float] = []
+    for _ in range(count):
+        began = runner.clock()
+        runner.step([decode()])
+        times.append(runner.clock() - began)
+    return times
+
+
+def test_jitter_is_bounded_even_and_drawn_from_the_seed() -> None:
+    times = step_times(0.2, seed=1)
+
+    assert times == step_times(0.2, seed=1)
+    assert times != step_times(0.2, seed=2)
+    assert 0.045 * 0.8 <= min(times) < 0.045 * 0.82
+    assert 0.045 * 1.18 < max(times) <= 0.045 * 1.2
+    assert sum(times) / len(times) == pytest.approx(0.045, rel=0.02)
+    assert step_times(0.0, seed=1) == pytest.approx([0.045] * 500)
+
+
+def test_a_slow_replica_takes_so_many_times_as_long() -> None:
+    runner = SimulatedRunner(simulated_info())
+    runner.slowdown = 3.0
+
+    runner.step([decode()])
+
+    assert runner.clock() == pytest.approx(3 * 0.045)
+
+
+@pytest.mark.parametrize(
+    ("preset", "tokens", "batch", "prefill_s", "decode_s"),
+    [
+        ("default", 2000, 18, 0.090, 0.045 * 1.05),
+        ("h100-8b", 500, 8, 0.130, 0.012),
+        ("smg", 500, 10, 0.0625, 0.006 + 10 * 0.000_35),
+        ("laptop", 512, 16, 0.444, 0.082),
+    ],
+)
+def test_a_preset_takes_the_time_of_what_it_stands_for(
+    preset: str, tokens: int, batch: int, prefill_s: float, decode_s: float
+) -> None:
+    model = PRESETS[preset].time_model
+
+    assert model.step_s([prefill(tokens)]) == pytest.approx(prefill_s, rel=0.01)
+    assert model.step_s([decode()] * batch) == pytest.approx(decode_s, rel=0.01)
 
 
 def test_the_clock_shows_what_was_simulated_and_the_engine_measures_it() -> None:

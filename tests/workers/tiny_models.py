@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from workers.attention import Attention, Heights, KVCache
-from workers.engine import ScheduledSeq
 from workers.model import Decoder
 from workers.model_config import check_tensors, config_from_hf
 from workers.plan import Precision
 from workers.protocol import Sampling
+from workers.step import ScheduledSeq
 from workers.weights import Weights
 
 VOCAB: Final = 96

@@ -1,0 +1,268 @@
+"""One request on a client's connection, as its ASGI app sees it: `receive` gives the body, `send` takes the answer.
+
+Knows no parser, no limits and no other request; what it asks of its connection is `Carrier`.
+
+The status line is written with the first piece of the body, so a small answer is one write. An answer whose length is known
+gets a Content-Length, any other is chunked; to a client of HTTP/1.0, which knows no chunks, it ends with the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
+
+from starlette.types import ASGIApp, Message, Scope
+
+from gateway.api_error import ApiError
+from gateway.asgi import DISCONNECT_EXTENSION
+
+__all__ = ["HIGH_WATER_BYTES", "Carrier", "Cycle", "encode_error"]
+
+_log = logging.getLogger("warmpath.listener")
+
+HIGH_WATER_BYTES: Final = 64 << 10
+"""Body bytes that may wait for the app; beyond, the socket is left unread."""
+
+Header = tuple[bytes, bytes]
+
+_STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus
+}
+_JSON: Final = (b"content-type", b"application/json")
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Carrier(Protocol):
+    """The connection, as long as the request is the one that may write to it."""
+
+    write_paused: bool
+
+    def write(self, data: bytes) -> None: ...
+
+    async def drain(self) -> None:
+        """Until the client has taken most of what was written, or is gone."""
+
+    def resume_reading(self) -> None: ...
+
+    def finished(self) -> None:
+        """The answer is written whole: the next request may begin, or the connection closes."""
+
+    def abort(self) -> None:
+        """The answer cannot be completed: the client must not take it for whole."""
+
+
+class Cycle:
+    __slots__ = (
+        "_answered",
+        "_body",
+        "_body_ended",
+        "_body_taken",
+        "_carrier",
+        "_chunked",
+        "_expects_continue",
+        "_head",
+        "_is_http11",
+        "_left",
+        "_on_gone",
+        "_waiter",
+        "gone",
+        "keep_alive",
+        "scope",
+        "waiting_bytes",
+    )
+
+    def __init__(self, carrier: Carrier, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> None:
+        self.scope = scope
+        self.keep_alive = keep_alive
+        """Whether the connection may carry another request after this one."""
+        self.gone = False
+        """Whether the client left before its answer was complete."""
+        self._carrier = carrier
+        self._expects_continue = expects_continue
+        self._is_http11 = scope["http_version"] == "1.1"
+        # The request.
+        self._body: list[bytes] = []
+        self.waiting_bytes = 0
+        """Of the body, that the app has not taken."""
+        self._body_ended = False
+        self._body_taken = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._on_gone: Callable[[], None] | None = None
+        # The answer.
+        self._head: bytes | None = None
+        self._answered = False
+        self._chunked = False
+        self._left: int | None = None
+        scope["extensions"] = {DISCONNECT_EXTENSION: self.watch}
+
+    # --- called by the connection
+
+    @property
+    def complete(self) -> bool:
+        """Whether its answer is written whole."""
+        return self._answered
+
+    @property
+    def begun(self) -> bool:
+        """Whether any of its answer may have been written."""
+        return self._head is not None
+
+    @property
+    def body_ended(self) -> bool:
+        """Whether the request has arrived whole."""
+        return self._body_ended
+
+    def feed_body(self, data: bytes) -> None:
+        if not self._answered:
+            self._body.append(data)
+            self.waiting_bytes += len(data)
+            self._wake()
+
+    def feed_end(self) -> None:
+        self._body_ended = True
+        self._wake()
+
+    def disconnect(self) -> None:
+        """The client is gone: the app is told, and nothing more is written."""
+        if self._answered or self.gone:
+            return
+        self.gone = True
+        self._wake()
+        if self._on_gone is not None:
+            self._on_gone()
+
+    async def run(self, app: ASGIApp) -> None:
+        try:
+            await app(self.scope, self.receive, self.send)
+        except asyncio.CancelledError:  # the server stops
+            if not self._answered:
+                self._carrier.abort()
+            raise
+        except Exception:
+            _log.exception("the app failed on %s %s", self.scope["method"], self.scope["path"])
+        if self._answered or self.gone:
+            return
+        if self.begun:
+            self._carrier.abort()
+        else:
+            error = ApiError(500, "internal_error", "The gateway failed to handle this request.")
+            await self.send({"type": "http.response.start", "status": 500, "headers": [_JSON]})
+            await self.send({"type": "http.response.body", "body": error.body()})
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # --- called by the app
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        """Call `on_gone`, once, when the client leaves before its answer is complete; at once if it has. None: no more."""
+        self._on_gone = on_gone
+        if on_gone is not None and self.gone:
+            on_gone()
+
+    async def receive(self) -> Message:
+        if self._expects_continue and not self.begun and not self.gone:
+            self._expects_continue = False
+            self._carrier.write(_CONTINUE)
+        while not (self.gone or self._answered):
+            if self._body or (self._body_ended and not self._body_taken):
+                body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+                self._body.clear()
+                self.waiting_bytes = 0
+                self._body_taken = self._body_ended
+                self._carrier.resume_reading()
+                return {"type": "http.request", "body": body, "more_body": not self._body_ended}
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if self._carrier.write_paused:
+            await self._carrier.drain()
+        if self.gone:
+            await asyncio.sleep(0)  # an app that never waits for anything must not hold the loop for a client that left
+            return
+        if message["type"] == "http.response.start":
+            self._start(message)
+        else:
+            self._write_body(message.get("body", b""), more=message.get("more_body", False))
+
+    def _start(self, message: Message) -> None:
+        if self._head is not None:
+            raise RuntimeError("an answer starts once")
+        lines = [_STATUS_LINES[message["status"]]]
+        num_lines = 1
+        for name, value in message.get("headers", ()):
+            if name == b"content-length":
+                self._left = int(value)
+            elif name == b"connection":
+                self.keep_alive = False
+                continue
+            lines += (name, b": ", value, b"\r\n")
+            num_lines += 1
+        head = b"".join(lines)
+        if not head.count(b"\n") == head.count(b"\r") == num_lines or b"\0" in head:
+            raise RuntimeError("a header of an answer holds a line break or NUL")
+        if self.scope["method"] == "HEAD" or message["status"] in (204, 304):
+            self._left = 0
+        self._head = head
+
+    def _write_body(self, data: bytes, *, more: bool) -> None:
+        if self._head is None or self._answered:
+            raise RuntimeError("a body belongs between an answer's start and its end")
+        if self.scope["method"] == "HEAD":
+            data = b""
+        head = b""
+        if self._head:
+            head, self._head = self._complete_head(self._head, data, more), b""
+        if self._chunked:
+            if data:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            if not more:
+                data += b"0\r\n\r\n"
+        elif self._left is not None:
+            self._left -= len(data)
+            if self._left < 0 or (self._left and not more):
+                raise RuntimeError("the body is not as long as its Content-Length says")
+        if head or data:
+            self._carrier.write(head + data)
+        if not more:
+            self._answered = True
+            self._body.clear()
+            self._wake()
+            self._carrier.finished()
+
+    def _complete_head(self, head: bytes, data: bytes, more: bool) -> bytes:
+        """With how the body ends, and whether the connection does."""
+        framing = b""
+        if self._left is None:
+            if not more:
+                self._left = len(data)
+                framing = b"content-length: %d\r\n" % len(data)
+            elif self._is_http11:
+                self._chunked = True
+                framing = b"transfer-encoding: chunked\r\n"
+            else:
+                self.keep_alive = False
+        if not self._body_ended:
+            self.keep_alive = False  # the rest of the request would be read as the next one
+        return b"%b%b%b" % (head, framing, b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+
+
+def encode_error(error: ApiError, headers: Iterable[Header]) -> bytes:
+    """A whole answer for what never reaches an app. The connection closes after it."""
+    body = error.body()
+    lines = b"".join(b"%b: %b\r\n" % header for header in (_JSON, *headers))
+    return b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
+        _STATUS_LINES[error.status],
+        lines,
+        len(body),
+        body,
+    )

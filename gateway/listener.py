@@ -1,0 +1,72 @@
+"""The listening side of the gateway: what its client connections share.
+
+uvicorn runs it (`Listener.protocol` is its ``http``) and owns sockets and shutdown; apps are plain ASGI (`gateway.cycle`). Its
+own protocols have no limit on headers, no time-out while a request arrives and none for a client that takes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections import Counter
+from typing import Any, Final, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
+
+from gateway.connection import Connection, ListenerLimits
+
+__all__ = ["Listener"]
+
+_SWEEP_S: Final = 0.5
+"""How late a deadline may be noticed. One timer for all connections, so that a request sets none."""
+
+
+class Listener:
+    """What the connections of one listening socket share."""
+
+    def __init__(self, limits: ListenerLimits | None = None) -> None:
+        self.limits = limits or ListenerLimits()
+        self.max_connections = _max_connections(self.limits)
+        self.refused: Counter[str] = Counter()
+        """Requests and connections that were refused or cut here, by code."""
+        self._open: set[Connection] = set()
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._open)
+
+    def protocol(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> asyncio.Protocol:
+        """A new connection's, as uvicorn asks for it."""
+        return Connection(self, cast(ASGIApp, config.loaded_app), server_state)
+
+    def opened(self, connection: Connection) -> bool:
+        """Whether there is room for one more."""
+        self._open.add(connection)
+        if self._sweeper is None:
+            self._sweeper = connection.loop.call_later(_SWEEP_S, self._sweep, connection.loop)
+        return len(self._open) <= self.max_connections
+
+    def closed(self, connection: Connection) -> None:
+        self._open.discard(connection)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        for connection in list(self._open):
+            connection.check(now)
+        self._sweeper = loop.call_later(_SWEEP_S, self._sweep, loop) if self._open else None
+
+
+def _max_connections(limits: ListenerLimits) -> int:
+    if limits.max_connections is not None:
+        return limits.max_connections
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft * 4 // 5 if soft != resource.RLIM_INFINITY else 1 << 20

@@ -1,0 +1,197 @@
+"""`warmpath bench matrix`: every load of the comparison, ours in both modes and every peer that is installed, within a time.
+
+It writes one JSON file for each load as soon as that is done, plots, and the tables of `loadtest.report`. What it will do, and
+how long that takes, it says first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Final
+
+import click
+from rich.console import Console
+
+from loadtest.arms import Arm, Ours, Peer
+from loadtest.compare import Report, Setup, compare, write_report
+from loadtest.fleet import WIDTH, show
+from loadtest.peers import PACKAGES, known_peers
+from loadtest.plots import draw_plots, require_matplotlib
+from loadtest.processes import SystemFailure
+from loadtest.report import markdown
+from loadtest.summary import Limits
+from loadtest.workloads import SHARED_RATES, Workload, make_workload
+
+__all__ = ["Cell", "Plan", "make_plan", "matrix"]
+
+_START_S: Final = 6.0
+"""Of a router and its fleet, and their end."""
+_MOST_RUNS: Final = 3
+_TOKEN_S: Final = 0.06
+"""How long a token of the last answers takes, simulated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One load."""
+
+    workload: str
+    load: float
+    speedup: float
+    """The most that two cores keep up with, a third of them left: a request takes 11 ms of CPU in all with shared prefixes
+    and 41 in the trace, on a busy machine.
+    """
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload}-{self.load:g}x" if self.workload == "trace" else self.workload
+
+    def make(self, seed: int) -> Workload:
+        return make_workload(self.workload, load=self.load, seed=seed, rates=SHARED_RATES)
+
+
+CELLS: Final = (
+    Cell("shared", 1.0, speedup=1.5),
+    Cell("chats", 1.0, speedup=5.0),
+    Cell("trace", 1.0, speedup=3.0),
+    Cell("trace", 1.5, speedup=2.0),
+    Cell("trace", 2.0, speedup=1.5),
+)
+
+_ESSENTIAL: Final = (Ours("cost"), Ours("cost", "plain"), Ours("random"), Ours("consistent_hash"))
+_COMPARED: Final = tuple(
+    Ours(policy) for policy in ("round_robin", "least_load", "power_of_two", "prefix", "sticky_until_saturated")
+)
+"""Our other policies: they explain, the targets do not need them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    arms: tuple[Arm, ...]
+    runs: int
+    seconds: float
+
+
+def make_plan(lengths_s: Sequence[float], peers: Sequence[Arm], budget_s: float) -> Plan | None:
+    """The most that fits: 3 runs of all or fewer, and before one run less, without our other policies. None: nothing fits.
+
+    `lengths_s`: real seconds of one run of each load.
+    """
+    once_s = sum(lengths_s)
+    every, fewer = (*_ESSENTIAL, *peers, *_COMPARED), (*_ESSENTIAL, *peers)
+    for runs, arms in product(range(_MOST_RUNS, 0, -1), (every, fewer)):
+        if (seconds := once_s * len(arms) * runs) <= budget_s:
+            return Plan(arms, runs, seconds)
+    return None
+
+
+def run_length_s(workload: Workload, speedup: float) -> float:
+    """Real seconds: until the last one is due and answered."""
+    ends_s = [request.at_s + request.max_tokens * _TOKEN_S for request in workload.requests]
+    return _START_S + max(ends_s) / speedup
+
+
+def _cells(_: click.Context, __: click.Parameter, text: str) -> list[Cell]:
+    by_name = {cell.name: cell for cell in CELLS}
+    names = list(by_name) if text == "all" else text.split(",")
+    if unknown := [name for name in names if name not in by_name]:
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(by_name)}")
+    return [by_name[name] for name in names]
+
+
+@click.command(
+    "matrix",
+    epilog="""\b
+Examples:
+  make bench-peers                                        # installs the peers, then all of it
+  warmpath bench matrix --peers ~/.cache/warmpath/peers --dry-run
+  warmpath bench matrix --peers ~/.cache/warmpath/peers --loads trace-1x --budget-min 20 --out /tmp/results
+""",
+)
+@click.option("--peers", "folder", type=click.Path(file_okay=False, path_type=Path), help="Where they are installed.")
+@click.option("--loads", "cells", default="all", show_default=True, callback=_cells, help="Names with commas between.")
+@click.option(
+    "--budget-min", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Minutes it may take."
+)
+@click.option("--speedup", type=click.FloatRange(0.1, 50), help="Of all time.  [default: each load has its own]")
+@click.option("--seed", type=int, default=1, show_default=True)
+@click.option("--port", type=click.IntRange(1024, 65000), default=8600, show_default=True)
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("loadtest/results"), show_default=True
+)
+@click.option("--dry-run", is_flag=True, help="Only say what it would do.")
+def matrix(
+    *,
+    folder: Path | None,
+    cells: list[Cell],
+    budget_min: float,
+    speedup: float | None,
+    seed: int,
+    port: int,
+    out: Path,
+    dry_run: bool,
+) -> None:
+    """Measure everything that docs/routing.md has tables of."""
+    require_matplotlib()
+    console = Console(width=WIDTH)
+    peers = known_peers(folder) if folder is not None else []
+    missing = [name for name in PACKAGES if not any(peer.name.startswith(name) for peer in peers)]
+    if folder is not None and missing:
+        raise click.ClickException(f"{', '.join(missing)} not found under {folder}; `make bench-peers` installs them")
+    if speedup is not None:
+        cells = [replace(cell, speedup=speedup) for cell in cells]
+    workloads = [cell.make(seed) for cell in cells]
+    lengths_s = [run_length_s(workload, cell.speedup) for cell, workload in zip(cells, workloads, strict=True)]
+    plan = make_plan(lengths_s, peers, budget_min * 60)
+    if plan is None:
+        least_min = sum(lengths_s) * (len(_ESSENTIAL) + len(peers)) / 60
+        raise click.ClickException(
+            f"one run of each takes {least_min:.0f} minutes: raise --budget-min, or name fewer --loads"
+        )
+    console.print(
+        f"{plan.runs} runs of {len(plan.arms)} routers under {len(cells)} loads: {plan.seconds / 60:.0f} minutes"
+    )
+    for cell, length_s in zip(cells, lengths_s, strict=True):
+        console.print(f"  {cell.name} at {cell.speedup:g} times the speed: {length_s:.0f} s a run")
+    console.print(f"  routers: {', '.join(arm.name for arm in plan.arms)}")
+    if dry_run:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    reports = [
+        _measure(cell, workload, plan, seed, port, out, console)
+        for cell, workload in zip(cells, workloads, strict=True)
+    ]
+    text = markdown(reports)
+    (out / "tables.md").write_text(text)
+    click.echo(text, nl=False)
+    if any(run.total.errors for each in reports for run in each.all):
+        sys.exit(1)
+
+
+def _measure(cell: Cell, workload: Workload, plan: Plan, seed: int, port: int, out: Path, console: Console) -> Report:
+    setup = Setup(
+        workload=cell.workload,
+        load=cell.load,
+        requests=len(workload.requests),
+        replicas=8,
+        processes=4,
+        speedup=cell.speedup,
+        tokens_per_chunk=16,
+        kv_tokens=workload.kv_tokens,
+        seed=seed,
+        runs=plan.runs,
+        limits=Limits(),
+        peers={arm.name: " ".join(arm.words) for arm in plan.arms if isinstance(arm, Peer)},
+    )
+    try:
+        report = compare(plan.arms, workload, setup, port, lambda text: console.print(f"[dim]{cell.name}: {text}[/]"))
+    except SystemFailure as error:
+        raise click.ClickException(str(error)) from error
+    show(console, report)
+    write_report(report, out / f"{cell.name}.json")
+    draw_plots(report, out)
+    return report

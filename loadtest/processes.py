@@ -1,0 +1,102 @@
+"""Programs as child processes: started with a log, watched, measured with all their children, and always ended.
+
+Each gets a session of its own, so that what it starts can be ended with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Process", "SystemFailure", "Usage", "running_process"]
+
+_STOP_S: Final = 10.0
+_LOG_TAIL: Final = 2000
+
+
+class SystemFailure(Exception):
+    """A process did not start, or ended too early."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    cpu_s: float
+    waited_s: float
+    """For a core, while it had something to do: what others take away from it."""
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.cpu_s + other.cpu_s, self.waited_s + other.waited_s)
+
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(self.cpu_s - other.cpu_s, self.waited_s - other.waited_s)
+
+
+class Process:
+    """A running program; made by `running_process`."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
+        self._popen = popen
+        self._log = log
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def check(self) -> None:
+        """Raises SystemFailure if it has ended."""
+        code = self._popen.poll()
+        if code is not None:
+            raise self.failure(f"ended early with {code}")
+
+    def failure(self, what: str) -> SystemFailure:
+        tail = self._log.read_text(errors="replace")[-_LOG_TAIL:].strip()
+        return SystemFailure(f"{Path(str(self._popen.args[0])).name} {what}; the end of its log:\n{tail}")  # type: ignore[index]
+
+    def usage(self) -> Usage:
+        """Of it and all its descendants that live."""
+        running = waiting = 0
+        todo = [self.pid]
+        while todo:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for task in Path(f"/proc/{todo.pop()}/task").iterdir():
+                    ran, waited, _ = map(int, (task / "schedstat").read_text().split())
+                    running, waiting = running + ran, waiting + waited
+                    todo += map(int, (task / "children").read_text().split())
+        return Usage(running / 1e9, waiting / 1e9)
+
+    def stop(self) -> None:
+        """Ask it to end, then make it, and whatever it has left behind."""
+        self._popen.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(_STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # the session that we made for it
+        self._popen.wait()
+
+
+@contextlib.contextmanager
+def running_process(args: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Iterator[Process]:
+    """Raises SystemFailure if it cannot be started. Its output goes to `log`."""
+    with log.open("wb") as output:
+        try:
+            popen = subprocess.Popen(
+                args,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SystemFailure(f"cannot start {args[0]}: {error.strerror}") from error
+    process = Process(popen, log)
+    try:
+        yield process
+    finally:
+        process.stop()

@@ -1,0 +1,39 @@
+"""docs/gateway.md says what the code does: its endpoints, its error codes, its limits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gateway.connection import ListenerLimits
+from gateway.openai import ENDPOINTS
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "gateway.md").read_text()
+OF_THE_ADMIN_LISTENER = ("admin*.py", "rest.py", "keys.py", "addresses.py")
+
+
+def test_every_endpoint_is_named() -> None:
+    assert {path for path in ENDPOINTS if f"{path}`" not in TEXT} == set()
+
+
+def test_every_error_that_a_client_can_get_is_named() -> None:
+    admin = {file for pattern in OF_THE_ADMIN_LISTENER for file in (ROOT / "gateway").glob(pattern)}
+    sources = "".join(file.read_text() for file in sorted((ROOT / "gateway").glob("*.py")) if file not in admin)
+    codes = set(re.findall(r'ApiError\(\s*\w+,\s*"(\w+)"', sources)) | set(re.findall(r'code="(\w+)"', sources))
+
+    assert len(codes) > 30
+    assert {code for code in codes if f"`{code}`" not in TEXT} == set()
+
+
+def test_the_listeners_limits_are_those_in_the_table() -> None:
+    limits = ListenerLimits()
+
+    for told in (
+        f"{limits.head_s:.0f} s | `server.head_s`",
+        f"{limits.body_s:.0f} s, and a second for each {limits.body_bytes_s / 1024:.0f} KiB",
+        f"wait for the one before them | {limits.max_pipelined} |",
+        f"{limits.keep_alive_s:.0f} s, above",
+        f"is cut after {limits.write_stall_s:.0f} s",
+    ):
+        assert told in TEXT, told
