@@ -84,11 +84,12 @@ class Answer:
 
     def take(self, output: Output) -> None:
         assert self.finish_reason is None
+        if not self.ids:  # a grammar that fails later is told without it
+            self.cached_tokens = output.cached_tokens
         self.ids += output.ids
         self.logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
         self.finish_reason = output.finish_reason
-        self.cached_tokens = output.cached_tokens
 
     def after(self, count: int) -> Answer:
         """What is left to say for one who resumes behind the first `count` ids."""
