@@ -12,8 +12,8 @@ WORKERS ?= 2
 MODEL ?= default
 # Where torch comes from, e.g. TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 TORCH_ARGS ?=
-# Two processes of tests; more would make those with deadlines wait for each other on a small machine.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Four processes, also on two cores: half of what tests do is to wait.
+PYTEST_ARGS ?= -n 4 --dist loadfile
 
 # Other routers, each in a virtual environment of its own, outside of the checkout.
 PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/warmpath/peers

@@ -227,18 +227,21 @@ class Dispatcher:
                 patience.end()
 
     async def _try_in_turn(self, job: Job, reply: Reply, record: Record, patience: _Patience | None) -> None:
-        """A replica that refuses connections is passed over: trying the next one multiplies nobody's load."""
+        """A replica that refuses connections is passed over, and one that was lost works on nothing any more: trying the next
+        one multiplies nobody's load. Where one failed or is silent it does, and that has a budget.
+        """
         tried: frozenset[str] = frozenset()
         error: ApiError | None = None
         sent = 0
+        has_failed = False
         while sent < _MAX_TRIES:
             decision = self._decide(job, tried)
             if isinstance(decision, Unroutable):
                 error = error or unroutable(decision, job.request.model)
                 break
-            is_retry = sent > 0
-            if is_retry and not self._budget.try_begin():
+            if has_failed and not self._budget.try_begin():
                 break
+            budgeted = has_failed
             record.decision = decision
             record.tries += 1
             begun_at = self._clock()
@@ -248,13 +251,14 @@ class Dispatcher:
                 error = failure.error
                 tried |= {decision.replica_id}
                 sent += failure.was_sent
+                has_failed = failure.was_sent and not failure.was_lost
                 self._on_failed_try(job.request.model, error.code)
                 if failure.was_lost and self._crashed(job, decision.replica_id, begun_at):
                     raise quarantined(500) from failure
             else:
                 return
             finally:
-                if is_retry:
+                if budgeted:
                     self._budget.end()
         assert error is not None
         if sent and error.status >= 500:

@@ -1,8 +1,8 @@
 """When a request may be tried again, and when it must not. Pure.
 
-A fleet that fails multiplies its own load if every request is sent twice: hence a budget over all requests. And a request that
-ends the replicas it is sent to (a crash in the engine, a prompt that no memory holds) must not be carried from one to the next:
-hence quarantine.
+A fleet that fails, or is silent, multiplies its own load if every request is sent twice: hence a budget over all requests.
+And a request that ends the replicas it is sent to (a crash in the engine, a prompt that no memory holds) must not be carried
+from one to the next: hence quarantine.
 """
 
 from __future__ import annotations
