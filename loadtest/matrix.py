@@ -95,6 +95,20 @@ def run_length_s(workload: Workload, speedup: float) -> float:
     return _START_S + max(ends_s) / speedup
 
 
+def _named(text: str, arms: Sequence[Arm]) -> list[Arm]:
+    by_name = {arm.name: arm for arm in arms}
+    if unknown := [name for name in text.split(",") if name not in by_name]:
+        raise click.UsageError(f"{unknown[0]!r} is none of {', '.join(by_name)}")
+    return [by_name[name] for name in text.split(",")]
+
+
+def _plan_of(arms: Sequence[Arm], lengths_s: Sequence[float], budget_s: float) -> Plan | None:
+    """As many runs of just these as fit."""
+    once_s = sum(lengths_s) * len(arms)
+    runs = min(_MOST_RUNS, int(budget_s // once_s))
+    return Plan(tuple(arms), runs, runs * once_s) if runs else None
+
+
 def _cells(_: click.Context, __: click.Parameter, text: str) -> list[Cell]:
     by_name = {cell.name: cell for cell in CELLS}
     names = list(by_name) if text == "all" else text.split(",")
@@ -117,6 +131,9 @@ Examples:
 @click.option(
     "--budget-min", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Minutes it may take."
 )
+@click.option(
+    "--routers", default="", help="Only these, names with commas between.  [default: what fits into the time]"
+)
 @click.option("--speedup", type=click.FloatRange(0.1, 50), help="Of all time.  [default: each load has its own]")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--port", type=click.IntRange(1024, 65000), default=8600, show_default=True)
@@ -129,6 +146,7 @@ def matrix(
     folder: Path | None,
     cells: list[Cell],
     budget_min: float,
+    routers: str,
     speedup: float | None,
     seed: int,
     port: int,
@@ -146,7 +164,10 @@ def matrix(
         cells = [replace(cell, speedup=speedup) for cell in cells]
     workloads = [cell.make(seed) for cell in cells]
     lengths_s = [run_length_s(workload, cell.speedup) for cell, workload in zip(cells, workloads, strict=True)]
-    plan = make_plan(lengths_s, peers, budget_min * 60)
+    if routers:
+        plan = _plan_of(_named(routers, [*_ESSENTIAL, *_COMPARED, *peers]), lengths_s, budget_min * 60)
+    else:
+        plan = make_plan(lengths_s, peers, budget_min * 60)
     if plan is None:
         least_min = sum(lengths_s) * (len(_ESSENTIAL) + len(peers)) / 60
         raise click.ClickException(
