@@ -102,11 +102,6 @@ class Cycle:
     # --- called by the connection
 
     @property
-    def complete(self) -> bool:
-        """Whether its answer is written whole."""
-        return self._answered
-
-    @property
     def begun(self) -> bool:
         """Whether any of its answer may have been written."""
         return self._head is not None

@@ -38,7 +38,7 @@ from gateway.upstream import (
     UpstreamRequest,
     UpstreamResponse,
 )
-from router import Decision, Outcome, Reservation, Router, Unroutable
+from router import Decision, Outcome, Query, Reservation, Router, Unroutable
 from router.wire import PromptField
 
 __all__ = ["Dispatcher", "Job", "Record"]
@@ -235,7 +235,8 @@ class Dispatcher:
         sent = 0
         has_failed = False
         while sent < _MAX_TRIES:
-            decision = self._decide(job, tried)
+            query = job.prompt.query(job.request, self._excluded(job, tried))
+            decision = self._router.route(query, self._clock(), self._draw())
             if isinstance(decision, Unroutable):
                 error = error or unroutable(decision, job.request.model)
                 break
@@ -246,7 +247,7 @@ class Dispatcher:
             record.tries += 1
             begun_at = self._clock()
             try:
-                await self._try(job, decision, reply, record, patience)
+                await self._try(job, query, decision, reply, record, patience)
             except _TryElsewhere as failure:
                 error = failure.error
                 tried |= {decision.replica_id}
@@ -265,15 +266,15 @@ class Dispatcher:
             error.should_retry = False  # a client that comes back at once would multiply what we have tried in vain
         raise error
 
-    def _decide(self, job: Job, tried: frozenset[str]) -> Decision | Unroutable:
-        if job.home is not None:
-            tried |= {replica.id for replica in self._router.replicas() if replica.id != job.home}
-        return self._router.route(job.prompt.query(job.request, tried), self._clock(), self._draw())
+    def _excluded(self, job: Job, tried: frozenset[str]) -> frozenset[str]:
+        """A request that has a home goes there or nowhere."""
+        if job.home is None:
+            return tried
+        return tried | {replica.id for replica in self._router.replicas() if replica.id != job.home}
 
     async def _try(
-        self, job: Job, decision: Decision, reply: Reply, record: Record, patience: _Patience | None
+        self, job: Job, query: Query, decision: Decision, reply: Reply, record: Record, patience: _Patience | None
     ) -> None:
-        query = job.prompt.query(job.request)
         reservation = self._router.begin(decision, query, job.request_id, self._clock())
         with _Held(self._router, reservation, self._clock) as held:
             try:

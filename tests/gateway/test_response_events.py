@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.response_events import ResponseRelay, response_error_event
 from gateway.upstream import ProtocolViolation, ReplicaError, UpstreamError
-from tests.gateway.splits import split
+from tests.gateway.splits import relay_all, split
 
 
 def event(kind: str, *, named: bool = True, **fields: Any) -> bytes:
@@ -31,14 +31,8 @@ STREAM = b"".join((CREATED, IN_PROGRESS, b": ping\n\n", *DELTAS, COMPLETED))
 
 def relayed(pieces: Iterable[bytes]) -> tuple[bytes, ResponseRelay, type[UpstreamError] | None]:
     relay = ResponseRelay()
-    out = b""
-    try:
-        for piece in pieces:
-            out += relay.feed(piece)
-        out += relay.flush()
-    except UpstreamError as error:
-        return out, relay, type(error)
-    return out, relay, None
+    out, error = relay_all(relay, pieces)
+    return out, relay, error
 
 
 CUTS = st.lists(st.integers(0, len(STREAM)), max_size=8)

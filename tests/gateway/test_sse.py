@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gateway.openai import Usage
 from gateway.sse import MAX_EVENT_BYTES, SseRelay, error_event
 from gateway.upstream import ProtocolViolation, ReplicaError, UpstreamError
-from tests.gateway.splits import split
+from tests.gateway.splits import relay_all, split
 
 
 def chunk(content: str = "hi", finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -39,14 +39,8 @@ DONE = b"data: [DONE]\n\n"
 def relayed(pieces: Iterable[bytes], *, strip_usage: bool = True) -> tuple[bytes, SseRelay, type[UpstreamError] | None]:
     """What comes out, what the relay knows then, and how it failed."""
     relay = SseRelay(strip_usage=strip_usage)
-    out = b""
-    try:
-        for piece in pieces:
-            out += relay.feed(piece)
-        out += relay.flush()
-    except UpstreamError as error:
-        return out, relay, type(error)
-    return out, relay, None
+    out, error = relay_all(relay, pieces)
+    return out, relay, error
 
 
 def verdicts(relay: SseRelay) -> tuple[int, bool, bool, Usage | None]:

@@ -14,18 +14,14 @@ from typing import Final
 
 import pytest
 import torch
-from transformers import AutoConfig
-from transformers.initialization import no_init_weights
 
 from router.prompt import load_prompter
 from tests.workers.exactness import Conditions, Replica, Request
-from tests.workers.tiny_models import BLOCK_SIZE, Steps, hf_logits, hf_model, relative_error, scheduled
-from workers.load_gguf import load_gguf
-from workers.model_config import tensor_shapes
+from tests.workers.real_models import hf_twin, load_fp32
+from tests.workers.tiny_models import BLOCK_SIZE, Steps, hf_logits, relative_error, scheduled
 from workers.protocol import Sampling
 from workers.runner import TorchRunner
 from workers.tokenizer_files import load_tokenizer_files
-from workers.weights import Weights
 
 SHA256: Final = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
 
@@ -40,10 +36,7 @@ if "WARMPATH_TESTS_QWEN" in os.environ:
         prompter = load_prompter(load_tokenizer_files(path))
         messages = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
         prompt = list(prompter.encode_chat({"messages": messages}, datetime.now(UTC)))
-        loaded = load_gguf(path)
-        tensors = {name: loaded.load(name).float() for name in tensor_shapes(loaded.config)}
-        weights = Weights(loaded.config, loaded.digest, tensors.__getitem__)
-        config = weights.config
+        weights = load_fp32(path)
 
         step = Steps(weights)
         table = list(range(16))
@@ -53,22 +46,7 @@ if "WARMPATH_TESTS_QWEN" in os.environ:
             ids.append(int(found[-1].argmax()))
             found = torch.cat([found, step(scheduled(ids[-1:], len(ids) - 1, table))])
         del step
-        with no_init_weights():
-            model = hf_model(
-                AutoConfig.for_model(
-                    "qwen2",
-                    vocab_size=config.vocab_size,
-                    hidden_size=config.hidden_size,
-                    intermediate_size=config.intermediate_size,
-                    num_hidden_layers=config.num_layers,
-                    num_attention_heads=config.num_heads,
-                    num_key_value_heads=config.num_kv_heads,
-                    rms_norm_eps=config.norm_eps,
-                    rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-                    tie_word_embeddings=config.tied_head,
-                )
-            )
-        model.load_state_dict(tensors, strict=False, assign=True)
+        model = hf_twin(weights, "qwen2")
         wanted = hf_logits(model, ids)
         del model
 

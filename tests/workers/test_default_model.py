@@ -7,20 +7,17 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import pytest
 import torch
-from transformers import AutoConfig
-from transformers.initialization import no_init_weights
 
 from router.prompt import Prompter, load_prompter
 from tests.default_model import default_model
 from tests.workers.exactness import CASES, Answer, Conditions, Replica, Request, tell_cases
-from tests.workers.tiny_models import BLOCK_SIZE, Steps, hf_logits, hf_model, relative_error, scheduled
-from workers.load_gguf import load_gguf
-from workers.model_config import tensor_shapes
+from tests.workers.real_models import hf_twin, load_fp32
+from tests.workers.tiny_models import BLOCK_SIZE, Steps, hf_logits, relative_error, scheduled
 from workers.protocol import Sampling
 from workers.quant import int8_works
 from workers.runner import TorchRunner
@@ -51,38 +48,13 @@ def chat(text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def weights() -> Weights:
-    """Unpacked once, for both who compute with them."""
-    loaded = load_gguf(default_model())
-    tensors = {name: loaded.load(name).float() for name in tensor_shapes(loaded.config)}
-    return Weights(loaded.config, loaded.digest, tensors.__getitem__)
-
-
-def hf_default(weights: Weights) -> Any:
-    config = weights.config
-    with no_init_weights():
-        model = hf_model(
-            AutoConfig.for_model(
-                "llama",
-                vocab_size=config.vocab_size,
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                num_hidden_layers=config.num_layers,
-                num_attention_heads=config.num_heads,
-                num_key_value_heads=config.num_kv_heads,
-                rms_norm_eps=config.norm_eps,
-                rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-                tie_word_embeddings=True,
-            )
-        )
-    model.load_state_dict({name: weights.load(name) for name in tensor_shapes(config)}, strict=False, assign=True)
-    model.tie_weights()
-    return model
+    return load_fp32(default_model())
 
 
 def test_logits_and_128_greedy_tokens_in_fp32_are_those_of_transformers(weights: Weights) -> None:
     # One pass over prompt and answer: where the likeliest id is at each place the one that comes, the answer is the greedy
     # one, by induction over the places. That decoding gives the logits of a pass is the next test's.
-    model = hf_default(weights)
+    model = hf_twin(weights, "llama")
     step = Steps(weights)
 
     for question, answer in GREEDY.items():
