@@ -26,25 +26,26 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from gateway.addresses import resolve_host
-from gateway.admin import AdminContext, admin_app
+from gateway.admin.addresses import resolve_host
+from gateway.admin.context import AdminContext
+from gateway.admin.registry import Registry
+from gateway.admin.routes import admin_app
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
-from gateway.http1 import Http1Upstream
 from gateway.keys import KeyKind, KeyStore
 from gateway.limits import RequestLimiter
-from gateway.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
-from gateway.registry import Registry
+from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from gateway.tokenizing import Tokenizing
-from gateway.upstream import Timeouts
+from gateway.upstream.contract import Timeouts
+from gateway.upstream.http1 import Http1Upstream
 from gateway.watch import Watcher
 from router import Decision, Router, Unroutable
 

@@ -16,12 +16,12 @@ import click
 __all__ = ["main"]
 
 _OURS: Final = {
-    "up": ("gateway.up", "Run a gateway and workers here, ready to use."),
-    "serve": ("gateway.serve", "Run the gateway."),
-    "replicas": ("gateway.console", "Show the replicas of a running gateway."),
-    "explain": ("gateway.explain", "Show where a request would go, and why."),
-    "decisions": ("gateway.explain", "Show where the last requests went."),
-    "keys": ("gateway.console", "Make, list and revoke keys of a running gateway."),
+    "up": ("gateway.commands.up", "Run a gateway and workers here, ready to use."),
+    "serve": ("gateway.commands.serve", "Run the gateway."),
+    "replicas": ("gateway.commands.console", "Show the replicas of a running gateway."),
+    "explain": ("gateway.commands.explain", "Show where a request would go, and why."),
+    "decisions": ("gateway.commands.explain", "Show where the last requests went."),
+    "keys": ("gateway.commands.console", "Make, list and revoke keys of a running gateway."),
 }
 _PROGRAMS: Final = {
     "worker": ("workers", "Run a replica: MODEL is a folder, a .gguf file, a hub id, 'default' or 'simulated'."),

@@ -20,15 +20,15 @@ from typing import Any, Final, Self
 import msgspec
 
 from gateway.api_error import ApiError
-from gateway.asgi import Header, Reply
 from gateway.failures import all_busy, bad_upstream, passed_on, quarantined, unroutable, upstream_error
 from gateway.homes import Home, Homes
 from gateway.openai import GenerationRequest, Usage, parse_response, parse_usage
 from gateway.prepare import PreparedPrompt
 from gateway.response_events import ResponseRelay
 from gateway.retries import Fingerprint, Quarantine, RetryBudget, fingerprint
+from gateway.server.asgi import Header, Reply
 from gateway.sse import EventRelay, SseRelay
-from gateway.upstream import (
+from gateway.upstream.contract import (
     ConnectRefused,
     Origin,
     Timeouts,

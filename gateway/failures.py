@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.api_error import ApiError
 from gateway.openai import GenerationRequest
-from gateway.upstream import ConnectFailed, UpstreamTimeout
+from gateway.upstream.contract import ConnectFailed, UpstreamTimeout
 from router import Unroutable
 
 __all__ = ["all_busy", "bad_upstream", "passed_on", "quarantined", "unroutable", "unsupported", "upstream_error"]

@@ -15,7 +15,6 @@ from typing import Final, cast
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api_error import ApiError
-from gateway.asgi import ClientGone, Reply, header, read_body, request_id, while_connected
 from gateway.dispatch import Dispatcher, Job, Record
 from gateway.failures import unroutable, unsupported
 from gateway.homes import Home, Homes
@@ -25,6 +24,7 @@ from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS, Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
+from gateway.server.asgi import ClientGone, Reply, header, read_body, request_id, while_connected
 from gateway.sse import error_event
 from gateway.stored import StoredCall, parse_stored_call
 from gateway.tokenizing import Tokenizing

@@ -35,13 +35,15 @@ from typing import Annotated, Final, Literal, Self
 
 import msgspec
 
-__all__ = ["KeyKind", "KeyRecord", "KeyStore", "KeyStoreError", "Label"]
+__all__ = ["KeyKind", "KeyRecord", "KeyStore", "KeyStoreError", "Label", "checked_label"]
 
 _log = logging.getLogger("warmpath.keys")
 
 KeyKind = Literal["client", "admin", "join"]
-Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}(?!\n)$")]
-"""A name that people choose: safe in logs, headers and file names. (`$` alone would let a last line feed pass.)"""
+_LABEL: Final = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}(?!\n)$"
+"""`$` alone would let a last line feed pass."""
+Label = Annotated[str, msgspec.Meta(pattern=_LABEL)]
+"""A name that people choose: safe in logs, headers and file names."""
 
 _PREFIXES: Final[dict[KeyKind, str]] = {"client": "wp", "admin": "wpa", "join": "wpj"}
 _KINDS: Final[dict[str, KeyKind]] = {prefix: kind for kind, prefix in _PREFIXES.items()}
@@ -58,6 +60,13 @@ _SECRET_CHARS: Final = 43
 
 _NOBODY: Final = "00" * 32
 """The digest compared with when the id is unknown, so that both ways cost the same."""
+
+
+def checked_label(value: str) -> str:
+    """Raises ValueError for what is no `Label`."""
+    if not re.match(_LABEL, value):
+        raise ValueError("a name has 1 to 63 characters of A-Z, a-z, 0-9 and ._@-, and begins with a letter or a digit")
+    return value
 
 
 class KeyStoreError(Exception):

@@ -13,13 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from gateway.admin.rest import answer_error, answer_framework_error, with_request_id
 from gateway.api_error import ApiError
 from gateway.failures import unroutable
 from gateway.hotpath import authenticate
 from gateway.keys import KeyStore
 from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS
-from gateway.rest import answer_error, answer_framework_error, with_request_id
 from router import Pool, Router, Unroutable
 
 __all__ = ["public_app"]

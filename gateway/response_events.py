@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.openai import Response
 from gateway.sse import EventRelay, data_of
-from gateway.upstream import ProtocolViolation, ReplicaError
+from gateway.upstream.contract import ProtocolViolation, ReplicaError
 
 __all__ = ["ResponseRelay", "response_error_event"]
 

@@ -31,17 +31,21 @@ from pydantic import (
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as EnvironmentFault
 
-from gateway.addresses import AllowList, PortRange, base_url
-from gateway.connection import ListenerLimits
-from gateway.registry import checked_model, checked_replica_id
+from gateway.admin.addresses import AllowList, PortRange, base_url
+from gateway.admin.registry import checked_model, checked_replica_id
+from gateway.keys import checked_label
+from gateway.server.connection import ListenerLimits
 from router import PolicyName, RoutingSettings
 from router.wire import ReplicaSpec
 
 __all__ = [
     "AdminSettings",
+    "AdmissionSettings",
     "LeaseSettings",
     "LimitSettings",
+    "ModelSettings",
     "PromptSettings",
+    "QuotaSettings",
     "RegistrySettings",
     "ReplicaSettings",
     "RoutingGroup",
@@ -49,6 +53,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StreamSettings",
+    "TenantSettings",
     "load_settings",
     "redacted",
 ]
@@ -205,9 +210,51 @@ class StreamSettings(_Group):
     """Between two such comments."""
 
 
-class LimitSettings(_Group):
+class QuotaSettings(_Group):
+    """What somebody may use. None is no limit; 0 is refused, since people mean both by it."""
+
     requests_per_minute: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Of each key that has no limit of its own. None is no limit; 0 is refused, since people mean both by it."""
+    tokens_per_minute: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    """Prompt and answer together."""
+    parallel_requests: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    tokens_per_day: Annotated[int, Field(ge=1, le=1 << 50)] | None = None
+    """From midnight to midnight, UTC, as the next one."""
+    usd_per_day: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Needs prices (`models`)."""
+
+
+class LimitSettings(QuotaSettings):
+    """Of each key that has no limit of its own. Tenants and models have theirs under `tenants` and `models`."""
+
+
+class TenantSettings(_Group):
+    """A tenant is a name in keys; what is not set here is the default."""
+
+    quota: QuotaSettings = QuotaSettings()
+    """Of all its keys together."""
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Its share of a saturated fleet against others of 1."""
+
+
+class ModelSettings(_Group):
+    """What a model costs, in USD for a million tokens, and what all may use of it together."""
+
+    quota: QuotaSettings = QuotaSettings()
+    input_usd: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    cached_input_usd: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    """None: as any other input."""
+    output_usd: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+
+
+class AdmissionSettings(_Group):
+    """The queue in which requests wait while every replica is saturated."""
+
+    max_wait_s: Seconds = 2.0
+    """A replica is saturated while the wait predicted for it is longer."""
+    max_queued: Annotated[int, Field(ge=0, le=1_000_000)] = 1024
+    """Requests that may wait; what comes then is refused at once. 0: nothing waits."""
+    deadline_s: Seconds = 30.0
+    """How long one may wait before it is refused."""
 
 
 class LeaseSettings(_Group):
@@ -254,6 +301,9 @@ class Settings(_Group):
     prompts: PromptSettings = PromptSettings()
     stream: StreamSettings = StreamSettings()
     limits: LimitSettings = LimitSettings()
+    tenants: dict[Annotated[str, AfterValidator(checked_label)], TenantSettings] = {}
+    models: dict[Annotated[str, AfterValidator(checked_model)], ModelSettings] = {}
+    admission: AdmissionSettings = AdmissionSettings()
     leases: LeaseSettings = LeaseSettings()
     registry: RegistrySettings = RegistrySettings()
 

@@ -23,7 +23,7 @@ import msgspec
 
 from gateway.api_error import error_body
 from gateway.openai import Usage, usage_of
-from gateway.upstream import ProtocolViolation, ReplicaError, UpstreamError
+from gateway.upstream.contract import ProtocolViolation, ReplicaError, UpstreamError
 
 __all__ = ["MAX_EVENT_BYTES", "EventRelay", "SseRelay", "data_of", "error_event"]
 

@@ -20,7 +20,7 @@ import msgspec
 from gateway.model_cards import ModelCard, ModelCards, parse_models
 from gateway.prepare import Prompters
 from gateway.turns import Turns
-from gateway.upstream import (
+from gateway.upstream.contract import (
     ConnectFailed,
     Origin,
     Timeouts,

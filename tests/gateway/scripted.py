@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import cast
 
-from gateway.upstream import Origin
+from gateway.upstream.contract import Origin
 from tests.serving import eventually
 
 Script = Callable[["Peer"], Awaitable[None]]

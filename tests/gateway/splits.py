@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from gateway.sse import EventRelay
-from gateway.upstream import UpstreamError
+from gateway.upstream.contract import UpstreamError
 
 
 def split(data: bytes, cuts: Iterable[int]) -> list[bytes]:

@@ -13,7 +13,7 @@ import httpx
 import msgspec
 
 from gateway.app import Gateway, build_gateway
-from gateway.listener import Listener
+from gateway.server.listener import Listener
 from gateway.settings import Settings
 from tests.serving import serving
 

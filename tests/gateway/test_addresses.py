@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.addresses import AddressNotAllowed, AllowList, PortRange, base_url, pinned_url, resolve_host
+from gateway.admin.addresses import AddressNotAllowed, AllowList, PortRange, base_url, pinned_url, resolve_host
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -10,14 +10,15 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Message
 
-from gateway import rest
-from gateway.addresses import Address, Resolve, resolve_host
-from gateway.admin import ENDPOINTS, AdminContext, admin_app
+from gateway.admin import rest
+from gateway.admin.addresses import Address, Resolve, resolve_host
+from gateway.admin.context import AdminContext
+from gateway.admin.registry import Registry
+from gateway.admin.rest import Endpoint, Needs
+from gateway.admin.routes import ENDPOINTS, admin_app
 from gateway.api_error import ApiError
 from gateway.dispatch import Record
 from gateway.keys import KeyRecord, KeyStore
-from gateway.registry import Registry
-from gateway.rest import Endpoint, Needs
 from gateway.settings import Settings, load_settings
 from gateway.telemetry import Telemetry
 from router import Candidate, Decision, Outcome, Query, Router, Trust

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.exchange import HIGH_WATER_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, Exchange
-from gateway.upstream import (
+from gateway.upstream.contract import (
     Origin,
     ProtocolViolation,
     Timeouts,
@@ -18,6 +17,7 @@ from gateway.upstream import (
     UpstreamRequest,
     UpstreamTimeout,
 )
+from gateway.upstream.exchange import HIGH_WATER_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, Exchange
 from tests.gateway.splits import split
 
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]

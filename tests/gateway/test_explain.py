@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gateway.app import _endpoint_of
-from gateway.explain import decisions_table, explanation_table
+from gateway.commands.explain import decisions_table, explanation_table
 
 
 def candidate(replica: str, cost_s: float, **changes: Any) -> dict[str, Any]:

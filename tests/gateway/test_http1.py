@@ -14,8 +14,7 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.http1 import Http1Upstream
-from gateway.upstream import (
+from gateway.upstream.contract import (
     ConnectFailed,
     Header,
     Origin,
@@ -27,6 +26,7 @@ from gateway.upstream import (
     UpstreamRequest,
     UpstreamTimeout,
 )
+from gateway.upstream.http1 import Http1Upstream
 from tests.gateway.scripted import Peer, Script, ScriptedReplica, answer_each, scripted_replica
 from tests.gateway.splits import split
 from tests.serving import eventually
@@ -242,7 +242,7 @@ async def test_a_connection_that_is_idle_too_long_is_not_used_even_if_it_is_stil
 
 
 async def test_what_a_burst_leaves_idle_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.http1._MAX_IDLE", 2)
+    monkeypatch.setattr("gateway.upstream.http1._MAX_IDLE", 2)
     async with connected(answer_each(OK)) as (upstream, replica):
         await asyncio.gather(*(call(upstream, request(replica.origin)) for _ in range(5)))
 
@@ -340,7 +340,7 @@ async def test_a_request_is_not_sent_again_when_its_connection_was_fresh() -> No
 
 
 async def test_a_replica_that_dies_over_a_request_does_not_get_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.exchange._RACE_S", 0.02)
+    monkeypatch.setattr("gateway.upstream.exchange._RACE_S", 0.02)
 
     async def answer_then_die(peer: Peer) -> None:
         await peer.request()

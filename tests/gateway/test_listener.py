@@ -19,8 +19,8 @@ import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
-from gateway.connection import ListenerLimits
-from gateway.listener import Listener
+from gateway.server.connection import ListenerLimits
+from gateway.server.listener import Listener
 from tests.serving import eventually, serving
 
 GET = b"GET /ok HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from gateway.registry import (
+from gateway.admin.registry import (
     InvalidReplica,
     NotHolder,
     Registrant,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.response_events import ResponseRelay, response_error_event
-from gateway.upstream import ProtocolViolation, ReplicaError, UpstreamError
+from gateway.upstream.contract import ProtocolViolation, ReplicaError, UpstreamError
 from tests.gateway.splits import relay_all, split
 
 

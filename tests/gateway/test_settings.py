@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.addresses import PortRange
+from gateway.admin.addresses import PortRange
 from gateway.settings import Settings, SettingsError, load_settings, redacted
 from router import RoutingSettings
 from router.wire import ReplicaSpec

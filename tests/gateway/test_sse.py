@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.openai import Usage
 from gateway.sse import MAX_EVENT_BYTES, SseRelay, error_event
-from gateway.upstream import ProtocolViolation, ReplicaError, UpstreamError
+from gateway.upstream.contract import ProtocolViolation, ReplicaError, UpstreamError
 from tests.gateway.splits import relay_all, split
 
 

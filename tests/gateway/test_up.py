@@ -10,7 +10,7 @@ import click
 import httpx
 import pytest
 
-from gateway.up import Children, _deaths_first, _require_free
+from gateway.commands.up import Children, _deaths_first, _require_free
 
 
 async def test_a_connection_that_a_dead_child_broke_is_told_as_its_death(tmp_path: Path) -> None:

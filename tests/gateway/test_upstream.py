@@ -1,6 +1,6 @@
 import pytest
 
-from gateway.upstream import Origin
+from gateway.upstream.contract import Origin
 
 
 @pytest.mark.parametrize(

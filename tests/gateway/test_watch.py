@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from gateway.http1 import Http1Upstream
 from gateway.model_cards import ModelCards
 from gateway.prepare import Prompters
-from gateway.upstream import UpstreamResponse
+from gateway.upstream.contract import UpstreamResponse
+from gateway.upstream.http1 import Http1Upstream
 from gateway.watch import Watcher
 from router import ReplicaView, Router, Trust
 from router.prompt import TokenizerFiles

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 
 import pytest
 
-from gateway.http1 import Http1Upstream
 from gateway.model_cards import ModelCards
 from gateway.prepare import Prompters
+from gateway.upstream.http1 import Http1Upstream
 from gateway.watch import Watcher
 from router import Decision, Query, Router, RoutingSettings, Trust
 from router.prompt import TokenizerFiles

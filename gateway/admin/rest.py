@@ -25,8 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api_error import ApiError
-from gateway.asgi import ClientGone, error_headers, header, read_body, request_id
 from gateway.keys import KeyRecord, KeyStore
+from gateway.server.asgi import ClientGone, error_headers, header, read_body, request_id
 
 __all__ = [
     "Call",

@@ -9,7 +9,7 @@
 What must hold: every replica that the router knows is in here, and the other way round; a replica is watched exactly while
 it is static or its lease runs. An id belongs to the credential that registered it, and a live id stays at its address.
 
-Knows no HTTP and no clock: `now` is monotonic seconds, and addresses were checked before (`gateway.addresses`).
+Knows no HTTP and no clock: `now` is monotonic seconds, and addresses were checked before (`gateway.admin.addresses`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It is made for requests whose body is in memory and for answers that may stream for minutes, and costs a small part of what
 a general client costs: a request is one write, a piece of the body is one callback and at most one wake-up of its reader
-(`gateway.exchange`), and no task is started. It follows no redirects and keeps no cookies.
+(`gateway.upstream.exchange`), and no task is started. It follows no redirects and keeps no cookies.
 
 What must hold: a connection carries one exchange at a time. It goes back to the pool only when its answer ended exactly
 where the bytes did and the request was sent whole; every other end closes it at once, whatever was still to be sent or read.
@@ -15,8 +15,15 @@ import ssl
 from functools import lru_cache
 from typing import Final, cast
 
-from gateway.exchange import Exchange
-from gateway.upstream import ConnectFailed, ConnectRefused, Origin, UpstreamClosed, UpstreamError, UpstreamRequest
+from gateway.upstream.contract import (
+    ConnectFailed,
+    ConnectRefused,
+    Origin,
+    UpstreamClosed,
+    UpstreamError,
+    UpstreamRequest,
+)
+from gateway.upstream.exchange import Exchange
 
 __all__ = ["Http1Upstream"]
 
@@ -29,7 +36,7 @@ _OURS: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"co
 
 
 class Http1Upstream:
-    """`gateway.upstream.Upstream` over HTTP/1.1. Belongs to one event loop."""
+    """`gateway.upstream.contract.Upstream` over HTTP/1.1. Belongs to one event loop."""
 
     def __init__(self, *, tls: ssl.SSLContext | None = None, keep_idle_s: float = _KEEP_IDLE_S) -> None:
         """`tls`: for https origins; None trusts whom the system trusts."""

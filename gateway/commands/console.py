@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from gateway.admin_client import AdminClient, admin_client, admin_options, new_table, terminal
+from gateway.commands.admin_client import AdminClient, admin_client, admin_options, new_table, terminal
 
 __all__ = ["keys", "replicas"]
 

@@ -13,7 +13,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from gateway.admin_client import AdminClient, admin_client, admin_options, new_table, terminal
+from gateway.commands.admin_client import AdminClient, admin_client, admin_options, new_table, terminal
 
 __all__ = ["decisions", "decisions_table", "explain", "explanation_table"]
 

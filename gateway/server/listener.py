@@ -1,7 +1,8 @@
 """The listening side of the gateway: what its client connections share.
 
-uvicorn runs it (`Listener.protocol` is its ``http``) and owns sockets and shutdown; apps are plain ASGI (`gateway.cycle`). Its
-own protocols have no limit on headers, no time-out while a request arrives and none for a client that takes nothing.
+uvicorn runs it (`Listener.protocol` is its ``http``) and owns sockets and shutdown; apps are plain ASGI
+(`gateway.server.cycle`). Its own protocols have no limit on headers, no time-out while a request arrives and none for a
+client that takes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
-from gateway.connection import Connection, ListenerLimits
+from gateway.server.connection import Connection, ListenerLimits
 
 __all__ = ["ADMIN_SHARE", "CLIENTS_SHARE", "Listener", "raise_descriptor_limit"]
 

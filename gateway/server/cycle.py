@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from gateway.api_error import ApiError
-from gateway.asgi import DISCONNECT_EXTENSION
+from gateway.server.asgi import DISCONNECT_EXTENSION
 
 __all__ = ["HIGH_WATER_BYTES", "Carrier", "Cycle", "encode_error"]
 

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from gateway.admin.registry import Drain, Lease
 from gateway.dispatch import Record
 from gateway.keys import KeyKind, KeyRecord, Label
-from gateway.registry import Drain, Lease
 from router import Candidate, Decision, ReplicaView
 
 __all__ = [

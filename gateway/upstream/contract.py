@@ -1,7 +1,7 @@
 """A replica as the gateway calls it: one Protocol, its values and its errors.
 
-Knows no transport. `gateway.http1` is the native one; whatever else speaks to replicas stands behind the same Protocol and
-passes the same tests.
+Knows no transport. `gateway.upstream.http1` is the native one; whatever else speaks to replicas stands behind the same
+Protocol and passes the same tests.
 
 Errors, all of which say that this replica gave no whole answer to this request::
 

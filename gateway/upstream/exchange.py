@@ -19,7 +19,14 @@ from typing import Final, Protocol
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from gateway.upstream import Header, ProtocolViolation, UpstreamClosed, UpstreamError, UpstreamRequest, UpstreamTimeout
+from gateway.upstream.contract import (
+    Header,
+    ProtocolViolation,
+    UpstreamClosed,
+    UpstreamError,
+    UpstreamRequest,
+    UpstreamTimeout,
+)
 
 __all__ = ["HIGH_WATER_BYTES", "MAX_HEADERS", "MAX_HEAD_BYTES", "Carrier", "Exchange"]
 

@@ -23,9 +23,9 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from gateway.api_error import ApiError
-from gateway.asgi import new_request_id
-from gateway.cycle import HIGH_WATER_BYTES, Cycle, encode_error
-from gateway.request_head import RequestHead
+from gateway.server.asgi import new_request_id
+from gateway.server.cycle import HIGH_WATER_BYTES, Cycle, encode_error
+from gateway.server.request_head import RequestHead
 
 __all__ = ["Connection", "Hub", "ListenerLimits"]
 
@@ -46,7 +46,7 @@ _NO_HEAD.complete = True
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerLimits:
-    """How long and how much. What a request's head may hold is in `gateway.request_head`."""
+    """How long and how much. What a request's head may hold is in `gateway.server.request_head`."""
 
     head_s: float = 10.0
     """For a request's line and headers to arrive, from the connection's or the request's first moment."""
@@ -61,11 +61,11 @@ class ListenerLimits:
     max_pipelined: int = 8
     """Requests that may wait for the one before them."""
     max_connections: int | None = None
-    """None: a share of the process's file descriptors (`gateway.listener`)."""
+    """None: a share of the process's file descriptors (`gateway.server.listener`)."""
 
 
 class Hub(Protocol):
-    """What the connections of one listening socket share (`gateway.listener`)."""
+    """What the connections of one listening socket share (`gateway.server.listener`)."""
 
     limits: ListenerLimits
     refused: Counter[str]
@@ -90,7 +90,7 @@ class _Stage(Enum):
 
 
 class Connection(asyncio.Protocol):
-    """`gateway.cycle.Carrier` of the request that is being answered, and parser callbacks (`on_*`) of those that arrive."""
+    """The `Carrier` of the request that is being answered, and parser callbacks (`on_*`) of those that arrive."""
 
     def __init__(self, hub: Hub, app: ASGIApp, server_state: ServerState) -> None:
         self.loop = asyncio.get_running_loop()

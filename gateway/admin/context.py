@@ -1,0 +1,52 @@
+"""What the admin API works on."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from gateway.admin.addresses import AllowList, Resolve
+from gateway.admin.registry import (
+    Registry,
+)
+from gateway.dispatch import Record
+from gateway.keys import KeyStore
+from gateway.settings import Settings
+from gateway.telemetry import Telemetry
+from router import Decision, Router
+
+__all__ = ["AdminContext"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminContext:
+    """What the admin API works on."""
+
+    settings: Settings
+    keys: KeyStore
+    router: Router
+    registry: Registry
+    telemetry: Telemetry
+    resolve: Resolve
+    explain: Callable[[bytes, str | None], Awaitable[Decision]]
+    """Decide for the body of a request, in a sharing group or the default one, and send nothing. Raises `ApiError`."""
+    decisions: Callable[[], Sequence[Record]]
+    """The requests that ended last."""
+    in_flight: Callable[[], int]
+    """Requests being answered."""
+    unready: Callable[[], str | None]
+    """Why the gateway should get no requests now; None when it should."""
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    wall_clock: Callable[[], float]
+    """Unix seconds."""
+    version: str
+
+    @property
+    def unix_offset(self) -> float:
+        """Add it to a monotonic time to get Unix time."""
+        return self.wall_clock() - self.clock()
+
+    @property
+    def allow_list(self) -> AllowList:
+        return self.settings.registry.allow_list

@@ -1,0 +1,113 @@
+"""How the gateway decides and how it is: explain, decisions, settings, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+from gateway.admin.bodies import (
+    DecisionList,
+    ExplanationBody,
+    State,
+    decision_body,
+    explanation_body,
+)
+from gateway.admin.context import AdminContext
+from gateway.admin.rest import Call, Endpoint, Needs
+from gateway.api_error import ApiError
+from gateway.telemetry import CONTENT_TYPE
+
+__all__ = ["INSIGHT_ENDPOINTS"]
+
+
+async def _explain(context: AdminContext, call: Call) -> ExplanationBody:
+    return explanation_body(await context.explain(bytes(call.body), call.query.get("group")))
+
+
+async def _decisions(context: AdminContext, call: Call) -> DecisionList:
+    offset = context.unix_offset
+    return DecisionList(
+        [
+            decision_body(record, record.decision, offset)
+            for record in context.decisions()
+            if record.decision is not None
+        ]
+    )
+
+
+async def _config(context: AdminContext, call: Call) -> dict[str, Any]:
+    return context.settings.model_dump(mode="json")  # secrets are masked
+
+
+async def _health(context: AdminContext, call: Call) -> State:
+    return State("ok")
+
+
+async def _ready(context: AdminContext, call: Call) -> State:
+    if (reason := context.unready()) is not None:
+        raise ApiError(503, "not_ready", reason, retry_after_s=1.0)
+    return State("ready")
+
+
+async def _metrics(context: AdminContext, call: Call) -> Response:
+    replicas, in_flight = context.router.replicas(), context.in_flight()
+    text = await asyncio.to_thread(context.telemetry.render, replicas, in_flight)
+    return Response(text, headers={"content-type": CONTENT_TYPE})
+
+
+INSIGHT_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
+    Endpoint(
+        method="POST",
+        path="/admin/v1/explain",
+        needs=Needs.ADMIN,
+        summary="Decide where a request would go, with all candidates, and send nothing",
+        handle=_explain,
+        body=msgspec.Raw,
+        max_body_bytes=4 << 20,
+        answer=ExplanationBody,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/v1/decisions",
+        needs=Needs.ADMIN,
+        summary="How the last requests were routed",
+        handle=_decisions,
+        answer=DecisionList,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/v1/config",
+        needs=Needs.ADMIN,
+        summary="The settings in force, secrets masked",
+        handle=_config,
+        answer=dict[str, Any],
+    ),
+    Endpoint(
+        method="GET",
+        path="/health",
+        needs=Needs.NO_KEY,
+        summary="Whether the process lives",
+        handle=_health,
+        answer=State,
+    ),
+    Endpoint(
+        method="GET",
+        path="/ready",
+        needs=Needs.NO_KEY,
+        summary="Whether the gateway should get requests",
+        handle=_ready,
+        answer=State,
+    ),
+    Endpoint(
+        method="GET",
+        path="/metrics",
+        needs=Needs.NO_KEY,
+        summary="Metrics for Prometheus",
+        handle=_metrics,
+        answer=str,
+    ),
+)

@@ -1,0 +1,44 @@
+"""The admin API: replicas, keys, decisions, settings, metrics. Its own listener, on loopback unless the operator says else.
+
+Everything under /admin/v1 needs a key; who needs which stands in `ENDPOINTS`, and `gateway.admin.rest` holds everyone to it. A
+replica's join token may register, renew and remove what it registered, nothing else. Health, readiness and metrics need no
+key, because probes and Prometheus have none: whoever can reach the listener may read them, and they hold no secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from starlette.types import ASGIApp
+
+from gateway.admin.context import AdminContext
+from gateway.admin.insight import INSIGHT_ENDPOINTS
+from gateway.admin.key_routes import KEY_ENDPOINTS
+from gateway.admin.replicas import REPLICA_ENDPOINTS
+from gateway.admin.rest import Call, Endpoint, Needs, openapi, rest_app
+
+__all__ = ["ENDPOINTS", "admin_app"]
+
+
+async def _openapi(context: AdminContext, call: Call) -> dict[str, Any]:
+    return openapi(ENDPOINTS, title="Warmpath admin API", version=context.version)
+
+
+ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
+    *REPLICA_ENDPOINTS,
+    *KEY_ENDPOINTS,
+    *INSIGHT_ENDPOINTS,
+    Endpoint(
+        method="GET",
+        path="/openapi.json",
+        needs=Needs.NO_KEY,
+        summary="This document",
+        handle=_openapi,
+        answer=dict[str, Any],
+    ),
+)
+
+
+def admin_app(context: AdminContext) -> ASGIApp:
+    return rest_app(ENDPOINTS, context, context.keys)
