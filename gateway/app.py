@@ -27,9 +27,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from gateway.admin.addresses import resolve_host
+from gateway.admin.bodies import ReplicaBody, RequestRates
 from gateway.admin.context import AdminContext
+from gateway.admin.live import Live, RateMeter
 from gateway.admin.registry import Registry
+from gateway.admin.replicas import replica_bodies
 from gateway.admin.routes import admin_app
+from gateway.aliases import Aliases
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
 from gateway.homes import Homes
@@ -40,11 +44,11 @@ from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
+from gateway.reloading import Reloader, RunningParts, SettingsSource
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from gateway.tokenizing import Tokenizing
-from gateway.upstream.contract import Timeouts
 from gateway.upstream.http1 import Http1Upstream
 from gateway.watch import Watcher
 from router import Decision, Router, Unroutable
@@ -72,18 +76,22 @@ class Gateway:
     watcher: Watcher
     upstream: Http1Upstream
     executor: ThreadPoolExecutor
+    reloader: Reloader
+    live: Live
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
         """Watches replicas and ends leases while the block runs."""
         for replica in self.settings.replicas:
             self.registry.add_static(replica.replica_id, replica.spec, time.monotonic())
-        expiring = asyncio.create_task(self._expire_leases())
+        tasks = [asyncio.create_task(self._expire_leases()), asyncio.create_task(self.reloader.run())]
         try:
             yield
         finally:
-            expiring.cancel()
-            await asyncio.gather(expiring, return_exceptions=True)
+            self.live.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.watcher.aclose()
             await self.upstream.aclose()
             self.executor.shutdown(wait=False, cancel_futures=True)
@@ -94,8 +102,10 @@ class Gateway:
             self.registry.expire(time.monotonic())
 
 
-def build_gateway(settings: Settings) -> Gateway:
-    """Raises `KeyStoreError` or OSError when the state folder cannot be used."""
+def build_gateway(settings: Settings, source: SettingsSource | None = None) -> Gateway:
+    """`source`: where the settings came from, to reload them. Raises `KeyStoreError` or OSError when the state folder cannot be
+    used.
+    """
     clock = time.monotonic
     keys = KeyStore.open(settings.state_dir)
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
@@ -105,7 +115,18 @@ def build_gateway(settings: Settings) -> Gateway:
     preparer = Preparer(prompters, executor, settings.prompts.escapes)
     cards = ModelCards()
     homes = Homes()
-    watcher = Watcher(router, upstream, prompters, cards, clock=clock)
+    aliases = Aliases(settings.aliases)
+    limiter = RequestLimiter(settings.limits.requests_per_minute)
+    telemetry = Telemetry()
+    watcher = Watcher(
+        router,
+        upstream,
+        prompters,
+        cards,
+        clock=clock,
+        probes=settings.probes.rules,
+        on_health=telemetry.health_changed,
+    )
     registry = Registry(
         router,
         lease_s=settings.leases.lease_s,
@@ -113,60 +134,77 @@ def build_gateway(settings: Settings) -> Gateway:
         start_watch=watcher.start,
         stop_watch=watcher.stop,
     )
-    telemetry = Telemetry()
+    rates = RateMeter()
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
 
     def finished(record: Record) -> None:
         telemetry.finished(record)
+        rates.count(record.status >= 500, record.started_at + record.duration_s)
         if record.decision is not None:
             decisions.append(record)
 
+    dispatcher = Dispatcher(
+        router,
+        upstream,
+        homes,
+        timeouts=settings.stream.timeouts,
+        commit_after_s=settings.stream.commit_after_s,
+        ping_s=settings.stream.ping_s,
+        clock=clock,
+        draw=random.random,
+        on_gap=telemetry.gap,
+        on_failed_try=telemetry.upstream_failed,
+    )
     hot_path = HotPath(
         public_app(
             router,
             cards,
+            aliases,
             None if settings.server.open else keys,
             unix_time=lambda moment: moment + time.time() - clock(),
         ),
         router=router,
         access=Access(
             keys=None if settings.server.open else keys,
-            limiter=RequestLimiter(settings.limits.requests_per_minute),
+            limiter=limiter,
             salt_for=keys.salt_for,
         ),
         cards=cards,
+        aliases=aliases,
         preparer=preparer,
         tokenizing=Tokenizing(prompters, cards, executor),
         homes=homes,
-        dispatcher=Dispatcher(
-            router,
-            upstream,
-            homes,
-            timeouts=Timeouts(
-                connect_s=settings.stream.connect_s,
-                first_byte_s=settings.stream.first_byte_s,
-                idle_s=settings.stream.idle_s,
-            ),
-            commit_after_s=settings.stream.commit_after_s,
-            ping_s=settings.stream.ping_s,
-            clock=clock,
-            draw=random.random,
-            on_gap=telemetry.gap,
-            on_failed_try=telemetry.upstream_failed,
-        ),
+        dispatcher=dispatcher,
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
         on_finish=finished,
     )
+    source = source or SettingsSource(load=lambda: settings)
+    reloader = Reloader(
+        settings,
+        RunningParts(router, registry, watcher, dispatcher, preparer, limiter, aliases),
+        source=source,
+        on_result=telemetry.reloaded,
+    )
+
+    def read_live() -> tuple[list[ReplicaBody], RequestRates]:
+        per_s, failed_per_s = rates.per_s(clock())
+        return replica_bodies(context), RequestRates(hot_path.in_flight, None, per_s, failed_per_s)
+
+    live = Live(read_live, time.time)
     context = AdminContext(
-        settings=settings,
+        current_settings=lambda: reloader.settings,
+        reload=reloader.reload,
+        cards=cards,
+        aliases=aliases,
+        live=live,
         keys=keys,
         router=router,
         registry=registry,
         telemetry=telemetry,
         resolve=resolve_host,
         explain=_Explainer(
-            router, preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
+            router, aliases, preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
         ).explain,
         decisions=lambda: list(decisions),
         in_flight=lambda: hot_path.in_flight,
@@ -175,12 +213,13 @@ def build_gateway(settings: Settings) -> Gateway:
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
-    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor)
+    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor, reloader, live)
 
 
 @dataclass(frozen=True, slots=True)
 class _Explainer:
     router: Router
+    aliases: Aliases
     preparer: Preparer
     keys: KeyStore
     default_group: str
@@ -188,7 +227,7 @@ class _Explainer:
 
     async def explain(self, body: bytes, group: str | None) -> Decision:
         """Where a request with this body would go now; nothing is sent or promised. Raises `ApiError`."""
-        request = parse_request(_endpoint_of(body), body, open_access=True)
+        request = self.aliases.resolve(parse_request(_endpoint_of(body), body, open_access=True))
         pool = self.router.pool(request.model)
         if pool is None:
             raise unroutable(self.router.unserved(), request.model)
@@ -218,14 +257,14 @@ def _unready(router: Router) -> str | None:
     return "No replica is healthy."
 
 
-async def run_gateway(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises OSError for a port in use."""
+async def run_gateway(settings: Settings, source: SettingsSource | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; SIGHUP reads the settings again from `source`. Raises OSError for a port in use."""
     raise_descriptor_limit()
     with (
         _listen(settings.server.host, settings.server.port) as public_socket,
         _listen(settings.admin.host, settings.admin.port) as admin_socket,
     ):
-        gateway = build_gateway(settings)
+        gateway = build_gateway(settings, source)
         _first_keys(gateway.keys, settings)
         grace_s = settings.server.grace_s
         servers = [
@@ -234,7 +273,8 @@ async def run_gateway(settings: Settings) -> None:
         ]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _ask_to_stop, servers)
+            loop.add_signal_handler(number, _ask_to_stop, gateway, servers)
+        loop.add_signal_handler(signal.SIGHUP, gateway.reloader.ask)
         _log.info(
             "serving http://%s:%d/v1, admin http://%s:%d",
             *public_socket.getsockname()[:2],
@@ -254,8 +294,9 @@ def _spare_collections() -> None:
     gc.set_threshold(10_000, 20, 1_000)
 
 
-def _ask_to_stop(servers: list[uvicorn.Server]) -> None:
+def _ask_to_stop(gateway: Gateway, servers: list[uvicorn.Server]) -> None:
     """Asked again, it waits for no answer that still runs."""
+    gateway.live.close()
     for server in servers:
         server.force_exit = server.should_exit
         server.should_exit = True

@@ -14,6 +14,7 @@ from typing import Final, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.aliases import Aliases
 from gateway.api_error import ApiError
 from gateway.dispatch import Dispatcher, Job, Record
 from gateway.failures import unroutable, unsupported
@@ -61,6 +62,7 @@ class HotPath:
         router: Router,
         access: Access,
         cards: ModelCards,
+        aliases: Aliases,
         preparer: Preparer,
         tokenizing: Tokenizing,
         dispatcher: Dispatcher,
@@ -74,6 +76,7 @@ class HotPath:
         self._router = router
         self._access = access
         self._cards = cards
+        self._aliases = aliases
         self._preparer = preparer
         self._tokenizing = tokenizing
         self._dispatcher = dispatcher
@@ -138,6 +141,7 @@ class HotPath:
             _require_json(scope)
             body = await read_body(scope, receive, self._max_body_bytes)
             request = parse_request(cast(Endpoint, scope["path"]), body, open_access=key is None)
+            request = self._aliases.resolve(request)
             if request.follows is not None and (known := self._home(owner, request.follows)) is not None:
                 home = known.replica_id if known.model == request.model else None
         pool = self._pool(request)

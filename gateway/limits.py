@@ -61,6 +61,10 @@ class RequestLimiter:
         self._admitted: dict[str, deque[float]] = {}
         self._next_sweep = 0.0
 
+    def configure(self, default_rate: int | None) -> None:
+        """What was admitted in the last minute counts against the new rate as well."""
+        self._default_rate = default_rate
+
     def try_acquire(self, key_id: str, rate: int | None, now: float) -> Admitted | Refused | None:
         """Count one request against `rate` a minute, or against the default. None: this key has no limit."""
         limit = rate if rate is not None else self._default_rate

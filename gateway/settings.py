@@ -33,8 +33,10 @@ from pydantic_settings import SettingsError as EnvironmentFault
 
 from gateway.admin.addresses import AllowList, PortRange, base_url
 from gateway.admin.registry import checked_model, checked_replica_id
+from gateway.health import ProbeRules
 from gateway.keys import checked_label
 from gateway.server.connection import ListenerLimits
+from gateway.upstream.contract import Timeouts
 from router import PolicyName, RoutingSettings
 from router.wire import ReplicaSpec
 
@@ -44,6 +46,7 @@ __all__ = [
     "LeaseSettings",
     "LimitSettings",
     "ModelSettings",
+    "ProbeSettings",
     "PromptSettings",
     "QuotaSettings",
     "RegistrySettings",
@@ -88,6 +91,7 @@ Secret = Annotated[SecretStr | None, BeforeValidator(_unless_masked)]
 """None when not given, and when it is the mask: printed settings can be loaded again, without pretending to a secret."""
 Ports = Annotated[PortRange, PlainValidator(_parse_ports), PlainSerializer(str, return_type=str)]
 ReplicaUrl = Annotated[str, AfterValidator(base_url)]
+ModelName = Annotated[str, AfterValidator(checked_model)]
 
 
 class _Group(BaseModel):
@@ -209,6 +213,10 @@ class StreamSettings(_Group):
     ping_s: Seconds = 10.0
     """Between two such comments."""
 
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(connect_s=self.connect_s, first_byte_s=self.first_byte_s, idle_s=self.idle_s)
+
 
 class QuotaSettings(_Group):
     """What somebody may use. None is no limit; 0 is refused, since people mean both by it."""
@@ -278,6 +286,23 @@ class RegistrySettings(_Group):
         return AllowList(self.networks, self.ports)
 
 
+class ProbeSettings(_Group):
+    """How foreign replicas are asked for their health. Own workers tell it themselves, through their event stream."""
+
+    every_s: Annotated[float, Field(ge=0.1, le=3600)] = 5.0
+    """Give or take a fifth, so that a fleet is not asked at once. While a replica is in doubt it is asked sooner."""
+    timeout_s: Annotated[float, Field(ge=0.1, le=60)] = 5.0
+    """For the whole answer. A server that is busy with long prompts may take seconds."""
+    rise: Annotated[int, Field(ge=1, le=100)] = 2
+    """Good answers in a row before a replica takes requests."""
+    fall: Annotated[int, Field(ge=1, le=100)] = 3
+    """Bad ones in a row before it takes none. A refused connection counts as all of them: nobody is there."""
+
+    @property
+    def rules(self) -> ProbeRules:
+        return ProbeRules(**dict(self))
+
+
 class PromptSettings(_Group):
     """How messages become token ids. Of own workers only: other replicas get the client's bytes and do it their way."""
 
@@ -303,7 +328,10 @@ class Settings(_Group):
     limits: LimitSettings = LimitSettings()
     tenants: dict[Annotated[str, AfterValidator(checked_label)], TenantSettings] = {}
     models: dict[Annotated[str, AfterValidator(checked_model)], ModelSettings] = {}
+    aliases: dict[ModelName, ModelName] = {}
+    """Names that clients may use for a model: {gpt-4o: qwen3-8b}. An alias hides a model of the same name."""
     admission: AdmissionSettings = AdmissionSettings()
+    probes: ProbeSettings = ProbeSettings()
     leases: LeaseSettings = LeaseSettings()
     registry: RegistrySettings = RegistrySettings()
 
@@ -312,6 +340,8 @@ class Settings(_Group):
         ids = [replica.replica_id for replica in self.replicas]
         if repeated := {replica_id for replica_id in ids if ids.count(replica_id) > 1}:
             raise ValueError(f"replicas: the id {min(repeated)} appears twice")
+        if chained := self.aliases.keys() & set(self.aliases.values()):
+            raise ValueError(f"aliases: {min(chained)} is an alias and cannot be the model of another one")
         if self.server.port == self.admin.port != 0:
             raise ValueError("admin.port: must differ from server.port")
         return self

@@ -111,6 +111,17 @@ class Telemetry:
         self._refusals = Counter(
             "warmpath_limit_refusals", "Requests over a limit of their key.", ["limit"], registry=registry
         )
+        self._reloads = Counter(
+            "warmpath_config_reloads", "Attempts to read the settings again.", ["result"], registry=registry
+        )
+        for result in ("ok", "bad"):
+            self._reloads.labels(result)
+        self._health_transitions = Counter(
+            "warmpath_health_transitions",
+            "Times that a replica turned well or down, by its probes or its event stream.",
+            ["model", "to"],
+            registry=registry,
+        )
         self._gaps = GapHistogram()
         registry.register(self._gaps)
         self._models: dict[str, _ModelMetrics] = {}
@@ -150,6 +161,14 @@ class Telemetry:
         """Count the time between two chunks of a stream. The one call per chunk: 0.2 us."""
         self._gaps.observe(model, seconds)
 
+    def reloaded(self, succeeded: bool) -> None:
+        """Count an attempt to read the settings again."""
+        self._reloads.labels("ok" if succeeded else "bad").inc()
+
+    def health_changed(self, model: str, healthy: bool) -> None:
+        """Count that a replica turned well or down."""
+        self._model(model).health_transitions("up" if healthy else "down").inc()
+
     # --- what is
 
     def render(self, replicas: Sequence[ReplicaView], in_flight: int) -> bytes:
@@ -179,6 +198,7 @@ class _ModelMetrics:
         self.agreed = telemetry._agreed.labels(model)
         self.requests = cache(partial(telemetry._requests.labels, model))
         self.decisions = cache(partial(telemetry._decisions.labels, model))
+        self.health_transitions = cache(partial(telemetry._health_transitions.labels, model))
         self.upstream_errors = cache(partial(telemetry._upstream_errors.labels, model))
 
 

@@ -6,11 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.admin.addresses import AllowList, Resolve
-from gateway.admin.registry import (
-    Registry,
-)
+from gateway.admin.live import Live
+from gateway.admin.registry import Registry
+from gateway.aliases import Aliases
 from gateway.dispatch import Record
 from gateway.keys import KeyStore
+from gateway.model_cards import ModelCards
+from gateway.reload import Plan
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from router import Decision, Router
@@ -22,10 +24,16 @@ __all__ = ["AdminContext"]
 class AdminContext:
     """What the admin API works on."""
 
-    settings: Settings
+    current_settings: Callable[[], Settings]
+    """In force now."""
+    reload: Callable[[], Awaitable[Plan]]
+    """Read the settings again. Raises `SettingsError`; then nothing was changed."""
     keys: KeyStore
     router: Router
     registry: Registry
+    cards: ModelCards
+    aliases: Aliases
+    live: Live
     telemetry: Telemetry
     resolve: Resolve
     explain: Callable[[bytes, str | None], Awaitable[Decision]]
@@ -41,6 +49,10 @@ class AdminContext:
     wall_clock: Callable[[], float]
     """Unix seconds."""
     version: str
+
+    @property
+    def settings(self) -> Settings:
+        return self.current_settings()
 
     @property
     def unix_offset(self) -> float:

@@ -11,6 +11,7 @@ import uvloop
 
 from gateway.app import run_gateway
 from gateway.keys import KeyStoreError
+from gateway.reloading import SettingsSource
 from gateway.settings import SettingsError, load_settings, redacted
 
 __all__ = ["serve"]
@@ -47,8 +48,9 @@ Settings: flags win over WARMPATH_* variables (WARMPATH_SERVER__PORT=9000), thos
 @click.option("--print-config", is_flag=True, help="Show all settings, secrets masked, and end.")
 def serve(config: Path | None, log_level: str, print_config: bool, **flags: Any) -> None:
     """Run the gateway."""
+    source = SettingsSource(load=lambda: load_settings(config, _nested(flags)), file=config)
     try:
-        settings = load_settings(config, _nested(flags))
+        settings = source.load()
     except SettingsError as error:
         lines = "\n  ".join(error.faults)
         raise click.ClickException(f"the settings cannot be used:\n  {lines}") from error
@@ -58,7 +60,7 @@ def serve(config: Path | None, log_level: str, print_config: bool, **flags: Any)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it tells at length how it starts and stops
     try:
-        uvloop.run(run_gateway(settings))
+        uvloop.run(run_gateway(settings, source))
     except (OSError, KeyStoreError) as error:
         raise click.ClickException(f"cannot start: {error}") from error
 

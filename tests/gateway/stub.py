@@ -49,6 +49,10 @@ class StubReplica:
         self.seen: list[Seen] = []
         self.asked: list[str] = []
         """Paths of all requests."""
+        self.credentials: list[str] = []
+        """Of all requests that had one."""
+        self.health: list[int] = [404]
+        """Statuses of its next answers to /health, the last one for good; 0 for none."""
         self.port = 0
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
@@ -92,11 +96,16 @@ class StubReplica:
         writer: asyncio.StreamWriter,
     ) -> None:
         self.asked.append(path)
+        if "authorization" in headers:
+            self.credentials.append(headers["authorization"])
         if path == "/v1/models":
             models = {"object": "list", "data": [{"id": model, **self.card} for model in self.models]}
             writer.write(response(200, msgspec.json.encode(models)))
         elif path == "/health":
-            writer.write(response(404, b"{}"))
+            status = self.health.pop(0) if len(self.health) > 1 else self.health[0]
+            if not status:
+                await asyncio.Event().wait()
+            writer.write(response(status, b"{}"))
         else:
             seen = Seen(method, path, headers, body)
             self.seen.append(seen)

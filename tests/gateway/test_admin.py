@@ -12,14 +12,20 @@ from starlette.types import ASGIApp, Message
 
 from gateway.admin import rest
 from gateway.admin.addresses import Address, Resolve, resolve_host
+from gateway.admin.bodies import RequestRates
 from gateway.admin.context import AdminContext
+from gateway.admin.live import Live
 from gateway.admin.registry import Registry
+from gateway.admin.replicas import replica_bodies
 from gateway.admin.rest import Endpoint, Needs
 from gateway.admin.routes import ENDPOINTS, admin_app
+from gateway.aliases import Aliases
 from gateway.api_error import ApiError
 from gateway.dispatch import Record
 from gateway.keys import KeyRecord, KeyStore
-from gateway.settings import Settings, load_settings
+from gateway.model_cards import ModelCards
+from gateway.reload import Plan
+from gateway.settings import Settings, SettingsError, load_settings
 from gateway.telemetry import Telemetry
 from router import Candidate, Decision, Outcome, Query, Router, Trust
 from router.wire import Hello, Load, ReplicaSpec
@@ -94,8 +100,20 @@ def build(folder: Path, settings: Settings | None = None, resolve: Resolve = res
     explain = Explain()
     records: list[Record] = []
     not_ready: list[str] = []
+    current = settings or Settings()
+    aliases = Aliases(current.aliases)
+
+    async def reload() -> Plan:
+        if not_ready == ["bad settings"]:
+            raise SettingsError(["server.port: too high", "aliases: a loop"])
+        return Plan(current, ("limits.requests_per_minute",), ("server.port",))
+
     context = AdminContext(
-        settings=settings or Settings(),
+        current_settings=lambda: current,
+        reload=reload,
+        cards=ModelCards(),
+        aliases=aliases,
+        live=Live(lambda: (replica_bodies(context), RequestRates(3, None, 1.5, 0.0)), lambda: now[0], tick_s=0.01),
         keys=keys,
         router=router,
         registry=Registry(
@@ -137,7 +155,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def path_of(endpoint: Endpoint[AdminContext]) -> str:
-    return endpoint.path.replace("{replica_id}", "w1").replace("{key_id}", "abc")
+    return endpoint.path.replace("{replica_id}", "w1").replace("{key_id}", "abc").replace("{worker_id:path}", "w1")
 
 
 # --- who may what: every endpoint there is
@@ -222,7 +240,9 @@ async def test_a_key_in_the_query_or_a_cookie_is_no_key(admin: Admin, endpoint: 
 
 def test_only_these_need_no_key() -> None:
     assert sorted(endpoint.path for endpoint in KEYLESS) == ["/health", "/metrics", "/openapi.json", "/ready"]
-    assert all(endpoint.path.startswith("/admin/v1/") for endpoint in KEYED)
+    assert {endpoint.path for endpoint in KEYED if not endpoint.path.startswith("/admin/v1/")} == {
+        *("/workers", "/workers/{worker_id:path}", "/list_workers", "/add_worker", "/remove_worker")
+    }
 
 
 @pytest.mark.parametrize(
@@ -385,15 +405,36 @@ async def test_a_worker_registers_beats_and_says_goodbye(admin: Admin) -> None:
 async def test_the_log_tells_what_changed_and_not_each_heartbeat(
     admin: Admin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "warmpath.rest")
+    caplog.set_level(logging.INFO, "warmpath.audit")
 
     await admin.register()
     await admin.call("POST", "/admin/v1/replicas/w1/heartbeat", "join", json={"epoch": "e1"})
     await admin.call("HEAD", "/admin/v1/replicas", "admin")
+    await admin.call("POST", "/admin/v1/replicas/a%0Ab%22/drain", "admin", json={})
+    await admin.call("POST", "/add_worker?url=http://user:s3cret@127.0.0.1:8100", "admin")
+    await admin.call("POST", "/admin/v1/keys", "client", json={"name": "x"})
     await admin.call("DELETE", "/admin/v1/replicas/w1", "join")
 
-    told = [message.rpartition(" by ")[0] for message in caplog.messages]
-    assert told == ["PUT /admin/v1/replicas/w1", "DELETE /admin/v1/replicas/w1"]
+    told = [json.loads(message) for message in caplog.messages]
+    (join,), (operator,) = admin.context.keys.usable("join"), admin.context.keys.usable("admin")
+    assert told == [
+        audited(join, "PUT /admin/v1/replicas/{replica_id}", {"replica_id": "w1"}, 200),
+        audited(
+            operator,
+            "POST /admin/v1/replicas/{replica_id}/drain",
+            {"replica_id": 'a\nb"'},
+            404,
+            code="replica_not_found",
+        ),
+        audited(operator, "POST /add_worker", {}, 400),
+        audited(join, "DELETE /admin/v1/replicas/{replica_id}", {"replica_id": "w1"}, 200),
+    ]
+    assert "s3cret" not in caplog.text
+    assert all("\n" not in message for message in caplog.messages)
+
+
+def audited(key: KeyRecord, action: str, target: dict[str, str], status: int, **more: str) -> dict[str, object]:
+    return {"key_id": key.id, "key_kind": key.kind, "action": action, "target": target, "status": status, **more}
 
 
 async def test_a_registered_replica_is_shown_whole_but_without_its_credential(admin: Admin) -> None:
@@ -550,7 +591,7 @@ async def test_an_id_cannot_be_taken_over(admin: Admin) -> None:
     admin.keys["other"] = admin.context.keys.create("join", name="other")[1]
 
     taken = await admin.register(key="other")
-    moved = await admin.register(url="http://127.0.0.1:8102", epoch="e2")
+    moved = await admin.register(url="http://127.0.0.1:8102")
     beat = await admin.call("POST", "/admin/v1/replicas/w1/heartbeat", "other", json={"epoch": "e1"})
     gone = await admin.call("DELETE", "/admin/v1/replicas/w1", "other")
 
@@ -825,14 +866,18 @@ async def test_head_is_get_without_a_body(admin: Admin) -> None:
 # --- the document
 
 
+def documented(endpoint: Endpoint[AdminContext]) -> str:
+    return endpoint.path.replace(":path}", "}")
+
+
 async def test_the_document_describes_every_endpoint_and_only_those(admin: Admin) -> None:
     document = (await admin.call("GET", "/openapi.json", key=None)).json()
 
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    assert described == {(endpoint.method, endpoint.path) for endpoint in ENDPOINTS}
+    assert described == {(endpoint.method, documented(endpoint)) for endpoint in ENDPOINTS}
     assert document["info"]["version"] == "1.2.3"
     for endpoint in ENDPOINTS:
-        operation = document["paths"][endpoint.path][endpoint.method.lower()]
+        operation = document["paths"][documented(endpoint)][endpoint.method.lower()]
         assert ("security" in operation) == (endpoint.needs is not Needs.NO_KEY)
         assert ("requestBody" in operation) == (endpoint.body is not None)
         assert set(operation["responses"]) == {str(endpoint.status), "default"}

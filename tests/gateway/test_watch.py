@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
+from gateway.health import ProbeRules
 from gateway.model_cards import ModelCards
 from gateway.prepare import Prompters
 from gateway.upstream.contract import UpstreamResponse
@@ -18,7 +19,7 @@ from gateway.watch import Watcher
 from router import ReplicaView, Router, Trust
 from router.prompt import TokenizerFiles
 from router.wire import ReplicaSpec
-from tests.gateway.stub import says, stub
+from tests.gateway.stub import MODEL, says, stub
 from tests.replicas import CREDENTIAL, Replica, running, simulated_engine
 from tests.serving import eventually
 
@@ -30,7 +31,16 @@ class Watched:
         self.router = Router()
         self.upstream = Http1Upstream()
         self.prompters = Prompters()
-        self.watcher = Watcher(self.router, self.upstream, self.prompters, ModelCards(), clock=time.monotonic)
+        self.turned: list[tuple[str, bool]] = []
+        self.watcher = Watcher(
+            self.router,
+            self.upstream,
+            self.prompters,
+            ModelCards(),
+            clock=time.monotonic,
+            probes=ProbeRules(every_s=0.02, timeout_s=1.0),
+            on_health=lambda model, healthy: self.turned.append((model, healthy)),
+        )
 
     def watch(self, spec: ReplicaSpec, replica_id: str = "r") -> None:
         self.router.add(replica_id, spec, time.monotonic())
@@ -132,8 +142,54 @@ async def test_a_foreign_replica_is_healthy_by_its_list_of_models_and_named_by_i
         assert watched.view.trust is Trust.LEARNING
 
 
-async def test_a_foreign_replica_that_is_gone_is_down(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.watch._PROBE_EVERY_S", 0.05)
+async def test_a_foreign_replica_without_the_model_it_was_registered_with_gets_nothing(watched: Watched) -> None:
+    async with stub(says("hi"), models=["another"]) as replica:
+        watched.watch(ReplicaSpec(url=replica.url, model="m", kind="openai"))
+        await watched.until(lambda view: "does not list" in view.mismatch)
+        assert not watched.view.healthy
+
+        replica.models = ["m"]
+
+        await watched.until(lambda view: view.healthy and not view.mismatch)
+
+
+async def test_one_bad_answer_in_between_moves_no_traffic_and_three_in_a_row_do(watched: Watched) -> None:
+    async with stub(says("hi")) as replica:
+        replica.health = [200]
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
+        await watched.until(lambda view: view.healthy)
+        replica.health = [503, 503, 200] * 20
+        await eventually(lambda: len(replica.health) <= 1)
+        assert watched.turned == [(MODEL, True)]
+
+        replica.health = [503]
+        await watched.until(lambda view: not view.healthy)
+        replica.health = [200]
+        await watched.until(lambda view: view.healthy)
+
+        assert watched.turned == [(MODEL, True), (MODEL, False), (MODEL, True)]
+
+
+async def test_a_health_check_that_hangs_is_a_bad_answer(watched: Watched) -> None:
+    watched.watcher.configure(ProbeRules(every_s=0.02, timeout_s=0.05, fall=1))
+    async with stub(says("hi")) as replica:
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
+        await watched.until(lambda view: view.healthy)
+
+        replica.health = [0]
+
+        await watched.until(lambda view: not view.healthy)
+
+
+async def test_probes_carry_the_replicas_credential(watched: Watched) -> None:
+    async with stub(says("hi")) as replica:
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai", credential="s3cret"))
+        await eventually(lambda: "/health" in replica.asked)
+
+        assert set(replica.credentials) == {"Bearer s3cret"}
+
+
+async def test_a_foreign_replica_that_is_gone_is_down(watched: Watched) -> None:
     async with stub(says("hi")) as replica:
         watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
         await watched.until(lambda view: view.healthy)
@@ -141,10 +197,7 @@ async def test_a_foreign_replica_that_is_gone_is_down(watched: Watched, monkeypa
     await watched.until(lambda view: not view.healthy)
 
 
-async def test_a_foreign_replica_that_does_not_fit_is_asked_again(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.watch._FIRST_RETRY_S", 0.005)
+async def test_a_foreign_replica_that_does_not_fit_is_asked_again(watched: Watched) -> None:
     async with stub(says("hi"), models=["simulated"]) as foreign, worker() as own:
         watched.watch(spec_of(own.base_url), "own")
         watched.watch(ReplicaSpec(url=foreign.url, model="", kind="openai"))
@@ -161,7 +214,6 @@ async def test_a_dead_replica_is_told_of_once_each_time_it_dies(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("gateway.watch._FIRST_RETRY_S", 0.005)
-    monkeypatch.setattr("gateway.watch._PROBE_EVERY_S", 0.05)
     asked: list[str] = []
     get = watched.watcher._get
 

@@ -1,0 +1,161 @@
+"""Settings of a gateway that runs: read again when somebody asks or the file changes, checked whole, then swapped whole.
+
+What must hold: settings with a fault change nothing at all, whatever the fault is, and every attempt is told: in the log with
+all faults, and by a counter. Attempts come one after the other. The swap itself is one step of the event loop, so no request
+sees half of it; requests that run go on by what they began with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gateway.admin.registry import Registry
+from gateway.aliases import Aliases
+from gateway.dispatch import Dispatcher
+from gateway.limits import RequestLimiter
+from gateway.prepare import Preparer
+from gateway.reload import Plan, plan_reload
+from gateway.settings import Settings, SettingsError
+from gateway.watch import Watcher
+from router import Router
+from router.wire import ReplicaSpec
+
+__all__ = ["Reloader", "RunningParts", "SettingsSource"]
+
+_log = logging.getLogger("warmpath.settings")
+
+_POLL_S: Final = 1.0
+"""How late a change of the file may be noticed. A look costs 10 us, and works for every kind of file system and of change:
+written in place, replaced, or reached through a link that Kubernetes turns to another folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningParts:
+    """What follows the settings while it runs; each takes them in one synchronous call and keeps what it knows."""
+
+    router: Router
+    registry: Registry
+    watcher: Watcher
+    dispatcher: Dispatcher
+    preparer: Preparer
+    limiter: RequestLimiter
+    aliases: Aliases
+
+    def faults_of(self, settings: Settings) -> list[str]:
+        """Why these cannot be applied although they are valid; nothing when they can."""
+        return [f"replicas: {fault}" for fault in self.registry.faults_of(_static(settings))]
+
+    def apply(self, settings: Settings) -> None:
+        """Ask `faults_of` first."""
+        self.router.configure(settings.routing.router_settings)
+        self.watcher.configure(settings.probes.rules)
+        self.dispatcher.configure(
+            settings.stream.timeouts, commit_after_s=settings.stream.commit_after_s, ping_s=settings.stream.ping_s
+        )
+        self.preparer.configure(settings.prompts.escapes)
+        self.limiter.configure(settings.limits.requests_per_minute)
+        self.aliases.configure(settings.aliases)
+        self.registry.configure(lease_s=settings.leases.lease_s, forget_after_s=settings.leases.forget_after_s)
+        self.registry.set_static(_static(settings), time.monotonic())
+
+
+def _static(settings: Settings) -> dict[str, ReplicaSpec]:
+    return {replica.replica_id: replica.spec for replica in settings.replicas}
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsSource:
+    """Where settings come from."""
+
+    load: Callable[[], Settings]
+    """Reads file, environment and flags, and may block. Raises `SettingsError`."""
+    file: Path | None = None
+    """The one to look after."""
+
+
+class Reloader:
+    def __init__(
+        self,
+        settings: Settings,
+        parts: RunningParts,
+        *,
+        source: SettingsSource,
+        on_result: Callable[[bool], None],
+    ) -> None:
+        """`settings`: in force now. `on_result`: told of each attempt whether it succeeded."""
+        self.settings = settings
+        """In force."""
+        self._parts = parts
+        self._load = source.load
+        self._file = source.file
+        self._on_result = on_result
+        self._asked = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
+        self._seen = _stamp(source.file)
+
+    def ask(self) -> None:
+        """Reload soon; for signal handlers. Needs `run`."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Reload when asked to and when the file changes, for ever."""
+        while True:
+            asked = await self._asked_within(_POLL_S)
+            stamp = _stamp(self._file)
+            changed = stamp is not None and stamp != self._seen  # a file that is gone is about to be replaced
+            if changed:
+                self._seen = stamp
+            if asked or changed:
+                try:
+                    await self.reload()
+                except SettingsError:
+                    pass  # told already
+                except Exception:
+                    _log.exception("the settings could not be reloaded")
+
+    async def reload(self) -> Plan:
+        """Read, check and swap. Raises `SettingsError` with every fault; then nothing was changed."""
+        async with self._one_at_a_time:
+            try:
+                new = await asyncio.to_thread(self._load)
+                plan = plan_reload(self.settings, new)
+                if faults := self._parts.faults_of(plan.settings):
+                    raise SettingsError(faults)
+            except SettingsError as error:
+                self._on_result(False)
+                _log.error("the settings were not changed:\n  %s", "\n  ".join(error.faults))
+                raise
+            self._parts.apply(plan.settings)
+            self.settings = plan.settings
+            self._on_result(True)
+            _log.info("the settings were reloaded; changed: %s", ", ".join(plan.changed) or "nothing")
+            if plan.needs_restart:
+                _log.warning("changed, but only a restart will use it: %s", ", ".join(plan.needs_restart))
+            return plan
+
+    async def _asked_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._asked.wait()
+        except TimeoutError:
+            return False
+        self._asked.clear()
+        return True
+
+
+def _stamp(file: Path | None) -> tuple[int, int, int, int] | None:
+    """What differs between two contents of a file, links followed; None when there is none."""
+    if file is None:
+        return None
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
