@@ -36,7 +36,15 @@ from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS, Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
-from gateway.server.asgi import ClientGone, Reply, header, read_body, request_id, while_connected
+from gateway.server.asgi import (
+    WRITE_EXTENSION,
+    ClientGone,
+    Reply,
+    header,
+    read_body,
+    request_id,
+    while_connected,
+)
 from gateway.spending import Spending
 from gateway.sse import error_event
 from gateway.stored import StoredCall, parse_stored_call
@@ -108,7 +116,7 @@ class HotPath:
             await self._rest(scope, receive, send)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
-        reply = Reply(send, request_id(scope))
+        reply = Reply(send, request_id(scope), scope.get("extensions", {}).get(WRITE_EXTENSION))
         record = Record(
             request_id=reply.request_id, endpoint=stored.endpoint if stored else scope["path"], started_at=self._clock()
         )
