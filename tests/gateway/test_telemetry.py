@@ -44,7 +44,7 @@ def record(**changes: object) -> Record:
 
 
 def samples(telemetry: Telemetry, router: Router | None = None, in_flight: int = 0) -> dict[str, float]:
-    text = telemetry.render(router.replicas() if router else [], in_flight).decode()
+    text = telemetry.render(router.replicas() if router else [], in_flight, now=100.0).decode()
     return {
         sample.name + "".join(f"|{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -260,7 +260,7 @@ def test_two_gateways_in_one_process_count_apart() -> None:
 
 
 def names(telemetry: Telemetry) -> Iterator[str]:
-    for line in telemetry.render(a_router().replicas(), 0).decode().splitlines():
+    for line in telemetry.render(a_router().replicas(), 0, 100.0).decode().splitlines():
         if line.startswith("# TYPE "):
             yield line.split()[2]
 
@@ -280,7 +280,7 @@ def test_a_model_or_replica_name_cannot_break_the_format(telemetry: Telemetry) -
 
 
 def test_no_credential_is_shown(telemetry: Telemetry) -> None:
-    assert b"s3cret" not in telemetry.render(a_router().replicas(), 0)
+    assert b"s3cret" not in telemetry.render(a_router().replicas(), 0, 100.0)
 
 
 def test_the_routers_reasons_are_a_fixed_set(telemetry: Telemetry) -> None:
@@ -290,3 +290,102 @@ def test_the_routers_reasons_are_a_fixed_set(telemetry: Telemetry) -> None:
 
     assert isinstance(found, Decision)
     assert re.fullmatch(r"[a-z_]+", found.reason)
+
+
+def test_breakers_event_streams_and_their_age_are_shown() -> None:
+    router = a_router()
+    query = Query(model="m", names=[], num_tokens=10)
+    router.hello("w1", Hello(epoch="e", seq=0, model="m"), now=90.0)
+    router.apply("w1", Load(seq=0), now=98.5)
+    router.apply("w1", Batch(seq=5), now=98.5)
+    for _ in range(5):
+        found = router.route(query, now=98.0, draw=0.0)
+        assert isinstance(found, Decision)
+        router.finish(router.begin(found, query, "r", now=98.0), 99.0, Outcome.FAILED)
+
+    seen = samples(Telemetry(), router)
+
+    labels = "model=m|replica=w1"
+    assert seen[f"warmpath_replica_breaker|{labels}|state=open"] == 1
+    assert seen[f"warmpath_replica_breaker|{labels}|state=closed"] == 0
+    assert seen[f"warmpath_replica_breaker_transitions_total|{labels}"] == 1
+    assert seen[f"warmpath_replica_event_age_seconds|{labels}"] == 1.5
+    assert seen[f"warmpath_replica_event_gaps_total|{labels}"] == 1
+
+
+def test_others_can_show_what_they_count(telemetry: Telemetry) -> None:
+    telemetry.register("gauge", "warmpath_wanted", "Wanted.", ["model"], lambda: {("m",): 3})
+    telemetry.register("counter", "warmpath_lost", "Lost.", [], lambda: {(): 2})
+
+    seen = samples(telemetry)
+
+    assert seen["warmpath_wanted|model=m"] == 3
+    assert seen["warmpath_lost_total"] == 2
+
+
+def test_clients_that_try_again_are_counted(telemetry: Telemetry) -> None:
+    telemetry.finished(record(status=200, client_retries=2))
+    telemetry.finished(record(status=200))
+
+    assert samples(telemetry)["warmpath_client_retries_total"] == 1
+
+
+async def test_ten_thousand_random_paths_and_models_make_no_series(tmp_path: Path) -> None:
+    async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
+        before = (await running.admin.get("/metrics")).text.count("\n")
+        scope: dict[str, Any] = {"type": "http", "http_version": "1.1", "headers": [], "query_string": b""}
+        headers = [(b"authorization", running.auth["authorization"].encode()), (b"content-type", b"application/json")]
+
+        async def send(message: Any) -> None:
+            pass
+
+        for number in range(10_000):
+            body = b'{"model": "made-up-%d", "messages": []}' % number
+
+            async def receive(body: bytes = body) -> Any:
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            if number % 10 == 0:
+                hostile = {**scope, "method": "GET", "path": f"/made/up/{number}"}
+                await running.gateway.public(hostile, receive, send)
+            else:
+                model = {**scope, "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+                await running.gateway.public(model, receive, send)
+        after = (await running.admin.get("/metrics")).text
+
+    assert "made" not in after
+    assert after.count("\n") - before < 10
+
+
+async def test_rendering_a_thousand_replicas_leaves_the_loop_its_time(tmp_path: Path) -> None:
+    """CPU of the loop's own thread, since another process may take it off the machine at any time."""
+    async with gateway(tmp_path, log={"access": "off"}) as running:
+        for number in range(1024):
+            spec = ReplicaSpec(url=f"http://127.0.0.1:{10_000 + number}", model="m", epoch="e")
+            running.gateway.router.add(f"w{number}", spec, now=0.0)
+        steps: list[float] = []
+        scraping = asyncio.create_task(_scrape(running.gateway))
+        while not scraping.done():
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            steps.append(time.thread_time() - began)
+        text = await scraping
+
+    assert text.count("warmpath_replica_healthy{") == 1024
+    assert len(steps) > 8, "the loop had turns meanwhile"
+    assert max(steps) < 0.02  # 1 ms on an idle machine; all of it at once would be 40
+
+
+async def _scrape(built: Gateway) -> str:
+    """Through the admin app, in this very loop."""
+    parts: list[bytes] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+
+    scope = {"type": "http", "http_version": "1.1", "method": "GET", "path": "/metrics", "headers": []}
+    await built.admin({**scope, "query_string": b"", "raw_path": b"/metrics"}, receive, send)
+    return b"".join(parts).decode()
