@@ -344,7 +344,7 @@ class _Once(CollectorRegistry):
 
 def _replica_lines(replicas: Sequence[ReplicaView], now: float) -> Iterator[str]:
     labelled = [
-        (replica, f'replica="{_escaped(replica.id)}",model="{_escaped(replica.spec.model)}"') for replica in replicas
+        (replica, f'model="{_escaped(replica.spec.model)}",replica="{_escaped(replica.id)}"') for replica in replicas
     ]
     for name, (kind, about, value) in _REPLICA_NUMBERS.items():
         full_name = f"warmpath_replica_{name}"
