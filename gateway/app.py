@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib.metadata
 import logging
+import math
 import random
 import signal
 import socket
@@ -26,6 +27,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway.access_log import AccessLog, open_access_log
 from gateway.admin.addresses import resolve_host
 from gateway.admin.bodies import ReplicaBody, RequestRates
 from gateway.admin.context import AdminContext
@@ -39,16 +41,17 @@ from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.keys import KeyKind, KeyStore
-from gateway.limits import RequestLimiter
+from gateway.limits import Ledger, Limiter, LocalLimiter, Price, Rules
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
 from gateway.reloading import Reloader, RunningParts, SettingsSource
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.settings import Settings
+from gateway.settings import Settings, TracingSettings
 from gateway.telemetry import Telemetry
 from gateway.tokenizing import Tokenizing
+from gateway.tracing import Tracer, otlp_export
 from gateway.upstream.http1 import Http1Upstream
 from gateway.watch import Watcher
 from router import Decision, Router, Unroutable
@@ -76,6 +79,10 @@ class Gateway:
     watcher: Watcher
     upstream: Http1Upstream
     executor: ThreadPoolExecutor
+    limiter: Limiter
+    telemetry: Telemetry
+    tracer: Tracer
+    access_log: AccessLog | None
     reloader: Reloader
     live: Live
 
@@ -84,7 +91,10 @@ class Gateway:
         """Watches replicas and ends leases while the block runs."""
         for replica in self.settings.replicas:
             self.registry.add_static(replica.replica_id, replica.spec, time.monotonic())
-        tasks = [asyncio.create_task(self._expire_leases()), asyncio.create_task(self.reloader.run())]
+        tasks = [
+            asyncio.create_task(running)
+            for running in (self._expire_leases(), self.telemetry.watch_loop(), self.reloader.run())
+        ]
         try:
             yield
         finally:
@@ -95,6 +105,9 @@ class Gateway:
             await self.watcher.aclose()
             await self.upstream.aclose()
             self.executor.shutdown(wait=False, cancel_futures=True)
+            await self.tracer.aclose()
+            if self.access_log is not None:
+                await asyncio.to_thread(self.access_log.close)
 
     async def _expire_leases(self) -> None:
         while True:
@@ -116,16 +129,14 @@ def build_gateway(settings: Settings, source: SettingsSource | None = None) -> G
     cards = ModelCards()
     homes = Homes()
     aliases = Aliases(settings.aliases)
-    limiter = RequestLimiter(settings.limits.requests_per_minute)
     telemetry = Telemetry()
-    watcher = Watcher(
-        router,
-        upstream,
-        prompters,
-        cards,
-        clock=clock,
-        probes=settings.probes.rules,
-        on_health=telemetry.health_changed,
+    watcher = Watcher(router, upstream, prompters, cards, clock=clock, probes=settings.probes.rules)
+    telemetry.register(
+        "counter",
+        "warmpath_health_transitions",
+        "Times that a replica turned well or down, by its probes or its event stream.",
+        ("model", "to"),
+        lambda: {(model, to): count for (model, to), count in list(watcher.transitions.items())},
     )
     registry = Registry(
         router,
@@ -135,10 +146,26 @@ def build_gateway(settings: Settings, source: SettingsSource | None = None) -> G
         stop_watch=watcher.stop,
     )
     rates = RateMeter()
+    limiter = LocalLimiter(Ledger(hold_s=math.inf), clock, time.time)
+    tracer = _tracer(settings.tracing, unix_offset=lambda: time.time() - clock())
+    access_log = open_access_log(settings.log.access)
+    if access_log is not None:
+        telemetry.register(
+            "counter",
+            "warmpath_access_log_dropped",
+            "Lines of the access log that were lost: nobody took them in time, or the disk is full.",
+            (),
+            lambda: {(): access_log.num_dropped},
+        )
+    counts = settings.telemetry.metrics
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
 
     def finished(record: Record) -> None:
-        telemetry.finished(record)
+        if counts:
+            telemetry.finished(record)
+        if access_log is not None:
+            access_log.finished(record)
+        tracer.finished(record)
         rates.count(record.status >= 500, record.started_at + record.duration_s)
         if record.decision is not None:
             decisions.append(record)
@@ -152,8 +179,8 @@ def build_gateway(settings: Settings, source: SettingsSource | None = None) -> G
         ping_s=settings.stream.ping_s,
         clock=clock,
         draw=random.random,
-        on_gap=telemetry.gap,
-        on_failed_try=telemetry.upstream_failed,
+        on_gap=telemetry.gap if counts else _count_nothing,
+        on_failed_try=telemetry.upstream_failed if counts else _count_nothing,
     )
     hot_path = HotPath(
         public_app(
@@ -166,6 +193,7 @@ def build_gateway(settings: Settings, source: SettingsSource | None = None) -> G
         router=router,
         access=Access(
             keys=None if settings.server.open else keys,
+            rules=limit_rules(settings),
             limiter=limiter,
             salt_for=keys.salt_for,
         ),
@@ -177,14 +205,29 @@ def build_gateway(settings: Settings, source: SettingsSource | None = None) -> G
         dispatcher=dispatcher,
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
+        begin_trace=tracer.begin,
         on_finish=finished,
     )
     source = source or SettingsSource(load=lambda: settings)
     reloader = Reloader(
         settings,
-        RunningParts(router, registry, watcher, dispatcher, preparer, limiter, aliases),
+        RunningParts(
+            router,
+            registry,
+            watcher,
+            dispatcher,
+            preparer,
+            aliases,
+            set_limits=lambda new: hot_path.set_rules(limit_rules(new)),
+        ),
         source=source,
-        on_result=telemetry.reloaded,
+    )
+    telemetry.register(
+        "counter",
+        "warmpath_config_reloads",
+        "Attempts to read the settings again.",
+        ("result",),
+        lambda: {(result,): count for result, count in reloader.results.items()},
     )
 
     def read_live() -> tuple[list[ReplicaBody], RequestRates]:
@@ -213,7 +256,57 @@ def build_gateway(settings: Settings, source: SettingsSource | None = None) -> G
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
-    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor, reloader, live)
+    return Gateway(
+        settings,
+        hot_path,
+        admin_app(context),
+        keys,
+        registry,
+        watcher,
+        upstream,
+        executor,
+        limiter,
+        telemetry,
+        tracer,
+        access_log,
+        reloader,
+        live,
+    )
+
+
+def limit_rules(settings: Settings) -> Rules:
+    """What settings say of quotas and prices."""
+    return Rules(
+        settings.limits.quota,
+        tenants={name: tenant.quota.quota for name, tenant in settings.tenants.items()},
+        models={name: model.quota.quota for name, model in settings.models.items()},
+        prices={
+            name: Price(model.input_usd, model.cached_input_usd, model.output_usd)
+            for name, model in settings.models.items()
+        },
+        reserved_output_tokens=settings.limits.reserved_output_tokens,
+        share=settings.limits.hosts,
+    )
+
+
+def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Tracer:
+    export = None
+    if settings.exporter == "otlp":
+        export = otlp_export(
+            endpoint=settings.endpoint,
+            service_name=settings.service_name,
+            version=importlib.metadata.version("warmpath"),
+        )
+    return Tracer(
+        export,
+        sample_ratio=settings.sample_ratio,
+        follow_caller=settings.follow_caller,
+        unix_offset=unix_offset,
+    )
+
+
+def _count_nothing(model: str, value: object) -> None:
+    """Where metrics are off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Final
 from gateway.admin.registry import Registry
 from gateway.aliases import Aliases
 from gateway.dispatch import Dispatcher
-from gateway.limits import RequestLimiter
 from gateway.prepare import Preparer
 from gateway.reload import Plan, plan_reload
 from gateway.settings import Settings, SettingsError
@@ -45,8 +45,8 @@ class RunningParts:
     watcher: Watcher
     dispatcher: Dispatcher
     preparer: Preparer
-    limiter: RequestLimiter
     aliases: Aliases
+    set_limits: Callable[[Settings], None]
 
     def faults_of(self, settings: Settings) -> list[str]:
         """Why these cannot be applied although they are valid; nothing when they can."""
@@ -60,7 +60,7 @@ class RunningParts:
             settings.stream.timeouts, commit_after_s=settings.stream.commit_after_s, ping_s=settings.stream.ping_s
         )
         self.preparer.configure(settings.prompts.escapes)
-        self.limiter.configure(settings.limits.requests_per_minute)
+        self.set_limits(settings)
         self.aliases.configure(settings.aliases)
         self.registry.configure(lease_s=settings.leases.lease_s, forget_after_s=settings.leases.forget_after_s)
         self.registry.set_static(_static(settings), time.monotonic())
@@ -87,15 +87,15 @@ class Reloader:
         parts: RunningParts,
         *,
         source: SettingsSource,
-        on_result: Callable[[bool], None],
     ) -> None:
-        """`settings`: in force now. `on_result`: told of each attempt whether it succeeded."""
+        """`settings`: in force now."""
         self.settings = settings
         """In force."""
+        self.results = Counter(ok=0, bad=0)
+        """Of all attempts."""
         self._parts = parts
         self._load = source.load
         self._file = source.file
-        self._on_result = on_result
         self._asked = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
         self._seen = _stamp(source.file)
@@ -129,12 +129,12 @@ class Reloader:
                 if faults := self._parts.faults_of(plan.settings):
                     raise SettingsError(faults)
             except SettingsError as error:
-                self._on_result(False)
+                self.results["bad"] += 1
                 _log.error("the settings were not changed:\n  %s", "\n  ".join(error.faults))
                 raise
             self._parts.apply(plan.settings)
             self.settings = plan.settings
-            self._on_result(True)
+            self.results["ok"] += 1
             _log.info("the settings were reloaded; changed: %s", ", ".join(plan.changed) or "nothing")
             if plan.needs_restart:
                 _log.warning("changed, but only a restart will use it: %s", ", ".join(plan.needs_restart))

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Final, Never
 
@@ -48,6 +49,8 @@ _FIRST_RETRY_S: Final = 0.1
 _LONGEST_RETRY_S: Final = 5.0
 _MAX_TOKENIZER_BYTES: Final = 64 << 20
 _MAX_MODELS_BYTES: Final = 1 << 20
+_MAX_TRANSITIONS: Final = 512
+"""Counts that are kept apart: what models are called is the replicas' word."""
 _MAX_SNAPSHOT_FRAMES: Final = 1024
 """Of 7,000 names each: far more than a replica that is followed can hold."""
 
@@ -72,16 +75,15 @@ class Watcher:
         *,
         clock: Callable[[], float],
         probes: ProbeRules | None = None,
-        on_health: Callable[[str, bool], None] = lambda model, healthy: None,
     ) -> None:
-        """`on_health`: called with (model, healthy) each time that a replica turns well or down."""
+        self.transitions: Counter[tuple[str, str]] = Counter()
+        """How often replicas of a model turned ``up`` or ``down``."""
         self._router = router
         self._upstream = upstream
         self._prompters = prompters
         self._cards = cards
         self._clock = clock
         self._probes = probes or ProbeRules()
-        self._on_health = on_health
         self._healthy: dict[str, bool] = {}  # as last told, of those that were found well before
         self._turns = Turns(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -114,7 +116,10 @@ class Watcher:
         self._router.set_health(replica_id, healthy, self._clock())
         if self._healthy.get(replica_id, False) is not healthy:
             self._healthy[replica_id] = healthy
-            self._on_health(self._router.spec(replica_id).model, healthy)
+            model = self._router.spec(replica_id).model
+            if (model, "up") not in self.transitions and len(self.transitions) >= _MAX_TRANSITIONS:
+                model = "other"
+            self.transitions[model, "up" if healthy else "down"] += 1
 
     # --- own workers
 

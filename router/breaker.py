@@ -88,6 +88,11 @@ class Breaker:
         """Of the next failures and ejections; one under way ends when it was to end."""
         self._eject_after, self._eject_s, self._max_eject_s = eject_after, eject_s, max_eject_s
 
+    @property
+    def transitions(self) -> int:
+        """Changes of state so far."""
+        return self._generation
+
     def admits(self, now: float) -> bool:
         return self.state is _C or (self.state is _O and now >= self.until)
 

@@ -31,7 +31,6 @@ class Watched:
         self.router = Router()
         self.upstream = Http1Upstream()
         self.prompters = Prompters()
-        self.turned: list[tuple[str, bool]] = []
         self.watcher = Watcher(
             self.router,
             self.upstream,
@@ -39,7 +38,6 @@ class Watched:
             ModelCards(),
             clock=time.monotonic,
             probes=ProbeRules(every_s=0.02, timeout_s=1.0),
-            on_health=lambda model, healthy: self.turned.append((model, healthy)),
         )
 
     def watch(self, spec: ReplicaSpec, replica_id: str = "r") -> None:
@@ -160,14 +158,14 @@ async def test_one_bad_answer_in_between_moves_no_traffic_and_three_in_a_row_do(
         await watched.until(lambda view: view.healthy)
         replica.health = [503, 503, 200] * 20
         await eventually(lambda: len(replica.health) <= 1)
-        assert watched.turned == [(MODEL, True)]
+        assert watched.watcher.transitions == {(MODEL, "up"): 1}
 
         replica.health = [503]
         await watched.until(lambda view: not view.healthy)
         replica.health = [200]
         await watched.until(lambda view: view.healthy)
 
-        assert watched.turned == [(MODEL, True), (MODEL, False), (MODEL, True)]
+        assert watched.watcher.transitions == {(MODEL, "up"): 2, (MODEL, "down"): 1}
 
 
 async def test_a_health_check_that_hangs_is_a_bad_answer(watched: Watched) -> None:
