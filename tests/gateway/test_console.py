@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from gateway.commands.console import ReplicaTable
+from gateway.commands.replicas import ReplicaTable
 
 
 def test_a_models_name_is_shown_as_it_is() -> None:
