@@ -161,7 +161,7 @@ def lease_body(lease: Lease, unix_offset: float) -> LeaseBody:
 
 def drain_body(drain: Drain, replica: ReplicaView, now: float, unix_offset: float) -> DrainBody:
     done = replica.inflight == 0
-    return DrainBody(replica.inflight, done, not done and drain.deadline <= now, drain.deadline + unix_offset)
+    return DrainBody(replica.inflight, done, not done and drain.deadline <= now, round(drain.deadline + unix_offset, 3))
 
 
 def replica_body(
@@ -174,7 +174,8 @@ def replica_body(
         revision=view.spec.revision,
         kind=view.spec.kind,
         epoch=view.spec.epoch,
-        lease_expires=lease.expires + unix_offset if lease is not None else None,
+        # Both clocks are read anew each time, some microseconds apart; what did not change shall look the same.
+        lease_expires=round(lease.expires + unix_offset, 3) if lease is not None else None,
         healthy=view.healthy,
         cordoned=view.cordoned,
         draining=view.draining,

@@ -55,6 +55,9 @@ class AdminClient:
             raise click.ClickException(f"{answer.status_code}: {_message(answer)}")
         return answer.json() if answer.content else None
 
+    def close(self) -> None:
+        self._http.close()
+
     def events(self, path: str) -> Iterator[Any]:
         """What a stream of server-sent events carries, for as long as it lasts."""
         try:
@@ -89,14 +92,16 @@ def _message(answer: httpx.Response) -> str:
 
 
 def admin_client(url: str | None, key: str | None, connection: Path) -> AdminClient:
-    """From flags or environment, else from the file that `warmpath up` wrote here."""
+    """From flags or environment, else from the file that `warmpath up` wrote here. Closed with the command that runs."""
     if url is None or key is None:
         try:
             known = msgspec.json.decode(connection.read_bytes(), type=_Connection)
         except (OSError, msgspec.MsgspecError) as error:
             raise click.UsageError("give --admin-url and --admin-key; no `warmpath up` runs in this folder") from error
         url, key = url or known.admin_url, key or known.admin_key
-    return AdminClient(url, key)
+    admin = AdminClient(url, key)
+    click.get_current_context().call_on_close(admin.close)
+    return admin
 
 
 def admin_options(command: Any) -> Any:

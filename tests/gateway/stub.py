@@ -41,7 +41,8 @@ class Seen:
 class StubReplica:
     """Serves /v1/models by itself, and every generation by `answer`, which writes raw bytes."""
 
-    def __init__(self, answer: Answer, models: list[str]) -> None:
+    def __init__(self, answer: Answer, models: list[str], host: str = "127.0.0.1") -> None:
+        self.host = host
         self.answer = answer
         self.models = models
         self.card: dict[str, Any] = {}
@@ -62,7 +63,7 @@ class StubReplica:
         return f"http://127.0.0.1:{self.port}"
 
     async def listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, self.host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -667,6 +668,86 @@ async def test_an_unknown_replica_is_404(admin: Admin, method: str, path: str, b
     answer = await admin.call(method, f"/admin/v1/replicas/nobody{path}", json=body)
 
     assert (answer.status_code, error_of(answer)["code"]) == (404, "replica_not_found")
+
+
+async def test_what_did_not_change_looks_the_same_although_clocks_are_never_read_at_once(admin: Admin) -> None:
+    await admin.register()
+    shaky = dataclasses.replace(admin.context, wall_clock=lambda: admin.now[0] + WALL_OFFSET + 3e-6)
+
+    assert replica_bodies(shaky) == replica_bodies(admin.context)
+
+
+async def test_an_operator_ends_a_models_service_only_on_purpose(admin: Admin) -> None:
+    for replica_id in ("w1", "w2"):
+        await admin.register(replica_id)
+        admin.context.router.set_health(replica_id, True, now=100.0)
+    await admin.register("other", url="http://127.0.0.1:8102", model="n")
+    admin.context.router.set_health("other", True, now=100.0)
+
+    first = await admin.call("DELETE", "/admin/v1/replicas/w1")
+    last = await admin.call("DELETE", "/admin/v1/replicas/w2")
+    forced = await admin.call("DELETE", "/admin/v1/replicas/w2?force=true")
+    goodbye = await admin.call("DELETE", "/admin/v1/replicas/other", "join")
+
+    assert first.status_code == 200
+    assert (last.status_code, error_of(last)["code"]) == (409, "last_replica")
+    assert (forced.status_code, goodbye.status_code) == (200, 200)
+
+
+async def test_a_replica_that_is_down_may_go_although_it_is_the_last(admin: Admin) -> None:
+    await admin.register()
+
+    assert (await admin.call("DELETE", "/admin/v1/replicas/w1")).status_code == 200
+
+
+async def test_a_reload_says_what_changed_or_every_fault(admin: Admin) -> None:
+    good = await admin.call("POST", "/admin/v1/reload")
+    admin.not_ready.append("bad settings")
+    bad = await admin.call("POST", "/admin/v1/reload")
+
+    assert good.json() == {"changed": ["limits.requests_per_minute"], "needs_restart": ["server.port"]}
+    error = error_of(bad)
+    assert (bad.status_code, error["code"]) == (400, "invalid_settings")
+    assert "server.port: too high" in error["message"]
+    assert "aliases: a loop" in error["message"]
+
+
+async def test_a_model_shows_its_pool(admin: Admin) -> None:
+    await admin.register()
+    await admin.register("w2")
+    admin.context.router.set_health("w2", True, now=100.0)
+    load = Load(
+        seq=0,
+        ts=0.0,
+        waiting=4,
+        waiting_uncached_tokens=30,
+        running=2,
+        kv_used_blocks=40,
+        prefill_tok_s=900.0,
+        step_ms=5.0,
+        prompt_tokens_total=1000,
+        cached_tokens_total=600,
+        generated_tokens_total=70,
+    )
+    admin.context.router.apply("w2", load, now=100.0)
+
+    (model,) = (await admin.call("GET", "/admin/v1/models")).json()["models"]
+
+    assert model == {
+        "model": "m",
+        "revision": "",
+        "aliases": [],
+        "key_space": "tokens",
+        "block_size": 16,
+        "tokenizer_digest": "",
+        "max_model_len": None,
+        "replicas": 2,
+        "healthy": 1,
+        "inflight": 0,
+        "promised_tokens": 0,
+        "waiting": 4,
+        "hit_rate": 0.6,
+    }
 
 
 # --- keys

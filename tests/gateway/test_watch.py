@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from gateway.watch import Watcher
 from router import ReplicaView, Router, Trust
 from router.prompt import TokenizerFiles
 from router.wire import ReplicaSpec
-from tests.gateway.stub import MODEL, says, stub
+from tests.gateway.stub import MODEL, StubReplica, says, stub
 from tests.replicas import CREDENTIAL, Replica, running, simulated_engine
 from tests.serving import eventually
 
@@ -37,7 +38,7 @@ class Watched:
             self.prompters,
             ModelCards(),
             clock=time.monotonic,
-            probes=ProbeRules(every_s=0.02, timeout_s=1.0),
+            probes=ProbeRules(every_s=0.02, timeout_s=5.0),
         )
 
     def watch(self, spec: ReplicaSpec, replica_id: str = "r") -> None:
@@ -193,6 +194,33 @@ async def test_a_foreign_replica_that_is_gone_is_down(watched: Watched) -> None:
         await watched.until(lambda view: view.healthy)
 
     await watched.until(lambda view: not view.healthy)
+
+
+async def test_a_name_that_points_elsewhere_later_is_followed(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica of the settings is called by name, so each new connection asks again where that is."""
+    loop = asyncio.get_running_loop()
+    resolve = loop.getaddrinfo
+    addresses = {"replica.test": "127.0.0.1"}
+
+    async def by_table(host: str, port: int, **how: Any) -> Any:
+        return await resolve(addresses.get(host, host), port, **how)
+
+    monkeypatch.setattr(loop, "getaddrinfo", by_table)
+    async with stub(says("old")) as old:
+        port = old.port
+        watched.watch(ReplicaSpec(url=f"http://replica.test:{port}", model="", kind="openai"))
+        await watched.until(lambda view: view.healthy)
+    await watched.until(lambda view: not view.healthy)
+    new = StubReplica(says("new"), [MODEL], host="127.0.0.2")
+    new.port = port
+    await new.listen()
+    try:
+        addresses["replica.test"] = "127.0.0.2"
+        await watched.until(lambda view: view.healthy)
+    finally:
+        await new.stop()
 
 
 async def test_a_foreign_replica_that_does_not_fit_is_asked_again(watched: Watched) -> None:
