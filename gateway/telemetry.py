@@ -27,7 +27,7 @@ from gateway.dispatch import Record
 from router import BreakerState, ReplicaView, Trust
 from router.wire import Load
 
-__all__ = ["CONTENT_TYPE", "GapHistogram", "Telemetry"]
+__all__ = ["CONTENT_TYPE", "GapHistogram", "Telemetry", "render"]
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -46,7 +46,7 @@ _GAP_BOUNDS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0
 
 
 class Telemetry:
-    """One per gateway. Filled on the event loop; `render` may run in a thread."""
+    """One per gateway. Filled on the event loop; read there or in a thread."""
 
     def __init__(self) -> None:
         registry = CollectorRegistry()
@@ -152,9 +152,10 @@ class Telemetry:
 
     # --- what is
 
-    def render(self, replicas: Sequence[ReplicaView], in_flight: int) -> bytes:
-        """Everything in Prometheus's text format. 4 ms for 64 replicas, so better not on the event loop."""
-        return generate_latest(_Scrape(self._registry, replicas, in_flight))
+    def families(self, in_flight: int) -> list[Metric]:
+        """All that was counted, as it is now."""
+        gauge = GaugeMetricFamily("warmpath_requests_in_flight", "Requests being answered.", value=in_flight)
+        return [*self._registry.collect(), gauge]
 
     def _model(self, name: str) -> _ModelMetrics:
         found = self._models.get(name)
@@ -220,18 +221,19 @@ class _Gaps:
         self.sum_s = 0.0
 
 
-class _Scrape:
-    """What one scrape shows: all that was counted, and how the replicas are now."""
+def render(families: Sequence[Metric], replicas: Sequence[ReplicaView]) -> bytes:
+    """What was counted, and how replicas are now, in Prometheus's text format. 4 ms for 64 replicas, so better not on the event
+    loop.
+    """
+    return generate_latest(_Scrape([*families, *_replica_gauges(replicas)]))
 
-    def __init__(self, registry: CollectorRegistry, replicas: Sequence[ReplicaView], in_flight: int) -> None:
-        self._registry = registry
-        self._replicas = replicas
-        self._in_flight = in_flight
 
-    def collect(self) -> Iterator[Metric]:
-        yield from self._registry.collect()
-        yield GaugeMetricFamily("warmpath_requests_in_flight", "Requests being answered.", value=self._in_flight)
-        yield from _replica_gauges(self._replicas)
+class _Scrape(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Sequence[Metric]:
+        return self._families
 
 
 def _replica_gauges(replicas: Sequence[ReplicaView]) -> Iterator[Metric]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -13,7 +12,6 @@ from gateway.admin.bodies import (
     DecisionList,
     ExplanationBody,
     State,
-    decision_body,
     explanation_body,
 )
 from gateway.admin.context import AdminContext
@@ -29,14 +27,7 @@ async def _explain(context: AdminContext, call: Call) -> ExplanationBody:
 
 
 async def _decisions(context: AdminContext, call: Call) -> DecisionList:
-    offset = context.unix_offset
-    return DecisionList(
-        [
-            decision_body(record, record.decision, offset)
-            for record in context.decisions()
-            if record.decision is not None
-        ]
-    )
+    return DecisionList(list(await context.insight.decisions()))
 
 
 async def _config(context: AdminContext, call: Call) -> dict[str, Any]:
@@ -48,15 +39,13 @@ async def _health(context: AdminContext, call: Call) -> State:
 
 
 async def _ready(context: AdminContext, call: Call) -> State:
-    if (reason := context.unready()) is not None:
+    if (reason := context.insight.unready()) is not None:
         raise ApiError(503, "not_ready", reason, retry_after_s=1.0)
     return State("ready")
 
 
 async def _metrics(context: AdminContext, call: Call) -> Response:
-    replicas, in_flight = context.router.replicas(), context.in_flight()
-    text = await asyncio.to_thread(context.telemetry.render, replicas, in_flight)
-    return Response(text, headers={"content-type": CONTENT_TYPE})
+    return Response(await context.insight.metrics(), headers={"content-type": CONTENT_TYPE})
 
 
 INSIGHT_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
