@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
+import math
 import random
 import signal
 import tempfile
@@ -39,7 +40,7 @@ from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.keys import KeyKind, KeyStore
-from gateway.limits import RequestLimiter
+from gateway.limits import Ledger, Limiter, LocalLimiter, Price, Rules
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
@@ -95,6 +96,7 @@ class Knowledge:
     cards: ModelCards
     preparer: Preparer
     executor: ThreadPoolExecutor
+    limiter: Limiter
 
     async def aclose(self) -> None:
         await self.watcher.aclose()
@@ -214,6 +216,7 @@ def build_data_plane(
 ) -> DataPlane:
     clock = time.monotonic
     telemetry = Telemetry()
+    limiter = LocalLimiter(Ledger(hold_s=math.inf), clock, time.time)
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
     client_keys = None if settings.server.open else keys
 
@@ -231,8 +234,14 @@ def build_data_plane(
         ),
         router=knowledge.router,
         access=Access(
+<<<<<<< HEAD
             keys=client_keys,
             limiter=RequestLimiter(settings.limits.requests_per_minute),
+=======
+            keys=None if settings.server.open else keys,
+            rules=limit_rules(settings),
+            limiter=limiter,
+>>>>>>> origin/main
             salt_for=keys.salt_for,
         ),
         cards=knowledge.cards,
@@ -288,7 +297,26 @@ def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
+<<<<<<< HEAD
     return ControlPlane(registry, admin_app(context))
+=======
+    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor, limiter)
+
+
+def limit_rules(settings: Settings) -> Rules:
+    """What settings say of quotas and prices."""
+    return Rules(
+        settings.limits.quota,
+        tenants={name: tenant.quota.quota for name, tenant in settings.tenants.items()},
+        models={name: model.quota.quota for name, model in settings.models.items()},
+        prices={
+            name: Price(model.input_usd, model.cached_input_usd, model.output_usd)
+            for name, model in settings.models.items()
+        },
+        reserved_output_tokens=settings.limits.reserved_output_tokens,
+        share=settings.limits.hosts,
+    )
+>>>>>>> origin/main
 
 
 @dataclass(frozen=True, slots=True)

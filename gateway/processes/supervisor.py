@@ -248,13 +248,13 @@ class Supervisor:
             except BaseException:
                 ours.close()
                 raise
-        self._last_id += 1
+        number = self._last_id = self._last_id + 1
         channel = await Channel.over(
             ours,
-            answers=self._answers(self._last_id),
+            answers=self._answers(number),
             hears={"unready": lambda reason: setattr(child, "unready", reason.decode())},
         )
-        child = _Child(self._last_id, process, channel, asyncio.create_task(channel.run()))
+        child = _Child(number, process, channel, asyncio.create_task(channel.run()))
         return child
 
     # --- what all must know
