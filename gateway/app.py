@@ -96,7 +96,6 @@ class Knowledge:
     cards: ModelCards
     preparer: Preparer
     executor: ThreadPoolExecutor
-    limiter: Limiter
 
     async def aclose(self) -> None:
         await self.watcher.aclose()
@@ -153,6 +152,7 @@ class Gateway:
     knowledge: Knowledge
     data: DataPlane
     control: ControlPlane
+    limiter: Limiter
 
     @property
     def public(self) -> ASGIApp:
@@ -184,7 +184,8 @@ def build_gateway(settings: Settings) -> Gateway:
     """Raises `KeyStoreError` or OSError when the state folder cannot be used."""
     keys = KeyStore.open(settings.state_dir)
     knowledge = build_knowledge(settings, Router(settings.routing.router_settings))
-    data = build_data_plane(settings, knowledge, keys, Homes(), Quarantine())
+    limiter = LocalLimiter(Ledger(hold_s=math.inf), time.monotonic, time.time)
+    data = build_data_plane(settings, knowledge, keys, limiter, Homes(), Quarantine())
 
     async def metrics() -> bytes:
         replicas, in_flight = knowledge.router.replicas(), data.public.in_flight
@@ -194,7 +195,8 @@ def build_gateway(settings: Settings) -> Gateway:
         return data.decision_bodies()
 
     insight = Insight(metrics=metrics, decisions=decisions, unready=lambda: unready(knowledge.router))
-    return Gateway(settings, keys, knowledge, data, build_control_plane(settings, knowledge, keys, insight))
+    control = build_control_plane(settings, knowledge, keys, insight)
+    return Gateway(settings, keys, knowledge, data, control, limiter)
 
 
 def build_knowledge(settings: Settings, router: Router) -> Knowledge:
@@ -212,7 +214,12 @@ def build_knowledge(settings: Settings, router: Router) -> Knowledge:
 
 
 def build_data_plane(
-    settings: Settings, knowledge: Knowledge, keys: KeyStore, homes: Homes, quarantine: Quarantine
+    settings: Settings,
+    knowledge: Knowledge,
+    keys: KeyStore,
+    limiter: Limiter,
+    homes: Homes,
+    quarantine: Quarantine,
 ) -> DataPlane:
     clock = time.monotonic
     telemetry = Telemetry()
@@ -234,14 +241,9 @@ def build_data_plane(
         ),
         router=knowledge.router,
         access=Access(
-<<<<<<< HEAD
             keys=client_keys,
-            limiter=RequestLimiter(settings.limits.requests_per_minute),
-=======
-            keys=None if settings.server.open else keys,
             rules=limit_rules(settings),
             limiter=limiter,
->>>>>>> origin/main
             salt_for=keys.salt_for,
         ),
         cards=knowledge.cards,
@@ -297,10 +299,7 @@ def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
-<<<<<<< HEAD
     return ControlPlane(registry, admin_app(context))
-=======
-    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor, limiter)
 
 
 def limit_rules(settings: Settings) -> Rules:
@@ -316,7 +315,6 @@ def limit_rules(settings: Settings) -> Rules:
         reserved_output_tokens=settings.limits.reserved_output_tokens,
         share=settings.limits.hosts,
     )
->>>>>>> origin/main
 
 
 @dataclass(frozen=True, slots=True)
