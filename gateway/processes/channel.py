@@ -26,7 +26,16 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["MAX_FRAME_BYTES", "CallFailed", "CallTimedOut", "Channel", "ChannelClosed", "ChannelError"]
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "Answer",
+    "CallFailed",
+    "CallTimedOut",
+    "Channel",
+    "ChannelClosed",
+    "ChannelError",
+    "Hear",
+]
 
 _log = logging.getLogger("warmpath.processes")
 
