@@ -30,6 +30,7 @@ import click
 import msgspec
 from starlette.types import ASGIApp
 
+from gateway.access_log import AccessLog, open_access_log
 from gateway.admin.addresses import resolve_host
 from gateway.admin.bodies import DecisionBody, decision_body
 from gateway.admin.context import AdminContext, Insight
@@ -56,13 +57,14 @@ from gateway.public import public_app
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.serving import ask_to_stop, bound, listening, make_server, spare_collections
-from gateway.settings import Settings
+from gateway.settings import Settings, TracingSettings
 from gateway.telemetry import Telemetry, render
 from gateway.tokenizing import Tokenizing
+from gateway.tracing import Tracer, otlp_export
 from gateway.upstream.contract import Timeouts
 from gateway.upstream.http1 import Http1Upstream
 from gateway.watch import Watcher
-from router import Decision, Router, Trust, Unroutable
+from router import Decision, ReplicaView, Router, Trust, Unroutable
 
 __all__ = [
     "ControlPlane",
@@ -109,7 +111,22 @@ class DataPlane:
 
     public: HotPath
     telemetry: Telemetry
+    tracer: Tracer
+    access_log: AccessLog | None
     decisions: deque[Record]
+
+    @contextlib.asynccontextmanager
+    async def background(self) -> AsyncIterator[None]:
+        """Measures the event loop while the block runs; what is to be told of requests is told at its end."""
+        watching = asyncio.create_task(self.telemetry.watch_loop())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await self.tracer.aclose()
+            if self.access_log is not None:
+                await asyncio.to_thread(self.access_log.close)
 
     def decision_bodies(self) -> list[DecisionBody]:
         offset = time.time() - time.monotonic()
@@ -174,7 +191,7 @@ class Gateway:
     async def background(self) -> AsyncIterator[None]:
         """Watches replicas and ends leases while the block runs."""
         try:
-            async with self.control.background(self.settings):
+            async with self.data.background(), self.control.background(self.settings):
                 yield
         finally:
             await self.knowledge.aclose()
@@ -187,9 +204,9 @@ def build_gateway(settings: Settings) -> Gateway:
     limiter = LocalLimiter(Ledger(hold_s=math.inf), time.monotonic, time.time)
     data = build_data_plane(settings, knowledge, keys, limiter, Homes(), Quarantine())
 
-    async def metrics() -> bytes:
-        replicas, in_flight = knowledge.router.replicas(), data.public.in_flight
-        return await asyncio.to_thread(lambda: render(data.telemetry.families(in_flight), replicas))
+    async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
+        in_flight, now = data.public.in_flight, time.monotonic()
+        return await asyncio.to_thread(lambda: render(data.telemetry.families(in_flight), replicas, now))
 
     async def decisions() -> list[DecisionBody]:
         return data.decision_bodies()
@@ -223,12 +240,26 @@ def build_data_plane(
 ) -> DataPlane:
     clock = time.monotonic
     telemetry = Telemetry()
-    limiter = LocalLimiter(Ledger(hold_s=math.inf), clock, time.time)
+    tracer = _tracer(settings.tracing, unix_offset=lambda: time.time() - clock())
+    access_log = open_access_log(settings.log.access)
+    if access_log is not None:
+        telemetry.register(
+            "counter",
+            "warmpath_access_log_dropped",
+            "Lines of the access log that were lost: nobody took them in time, or the disk is full.",
+            (),
+            lambda: {(): access_log.num_dropped},
+        )
+    counts = settings.telemetry.metrics
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
     client_keys = None if settings.server.open else keys
 
     def finished(record: Record) -> None:
-        telemetry.finished(record)
+        if counts:
+            telemetry.finished(record)
+        if access_log is not None:
+            access_log.finished(record)
+        tracer.finished(record)
         if record.decision is not None:
             decisions.append(record)
 
@@ -264,14 +295,15 @@ def build_data_plane(
             ping_s=settings.stream.ping_s,
             clock=clock,
             draw=random.random,
-            on_gap=telemetry.gap,
-            on_failed_try=telemetry.upstream_failed,
+            on_gap=telemetry.gap if counts else _count_nothing,
+            on_failed_try=telemetry.upstream_failed if counts else _count_nothing,
         ),
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
+        begin_trace=tracer.begin,
         on_finish=finished,
     )
-    return DataPlane(hot_path, telemetry, decisions)
+    return DataPlane(hot_path, telemetry, tracer, access_log, decisions)
 
 
 def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore, insight: Insight) -> ControlPlane:
@@ -315,6 +347,26 @@ def limit_rules(settings: Settings) -> Rules:
         reserved_output_tokens=settings.limits.reserved_output_tokens,
         share=settings.limits.hosts,
     )
+
+
+def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Tracer:
+    export = None
+    if settings.exporter == "otlp":
+        export = otlp_export(
+            endpoint=settings.endpoint,
+            service_name=settings.service_name,
+            version=importlib.metadata.version("warmpath"),
+        )
+    return Tracer(
+        export,
+        sample_ratio=settings.sample_ratio,
+        follow_caller=settings.follow_caller,
+        unix_offset=unix_offset,
+    )
+
+
+def _count_nothing(model: str, value: object) -> None:
+    """Where metrics are off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,10 +505,10 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
             on_gone=lambda process: None,
         )
 
-        async def metrics() -> bytes:
-            replicas, merged = router.replicas(), await supervisor.take_metrics()
+        async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
+            merged, now = await supervisor.take_metrics(), clock()
             merged.take("supervisor", families_of(telemetry.families(0)))
-            return await asyncio.to_thread(lambda: render(merged.families(), replicas))
+            return await asyncio.to_thread(lambda: render(merged.families(), replicas, now))
 
         insight = Insight(
             metrics=metrics,

@@ -10,7 +10,7 @@ from gateway.admin.bodies import DecisionBody
 from gateway.admin.registry import Registry
 from gateway.keys import KeyStore
 from gateway.settings import Settings
-from router import Decision, Router
+from router import Decision, ReplicaView, Router
 
 __all__ = ["AdminContext", "Insight"]
 
@@ -19,8 +19,8 @@ __all__ = ["AdminContext", "Insight"]
 class Insight:
     """What there is to see of clients' requests, in this process or in all those behind it."""
 
-    metrics: Callable[[], Awaitable[bytes]]
-    """In Prometheus's text format."""
+    metrics: Callable[[Sequence[ReplicaView]], Awaitable[bytes]]
+    """In Prometheus's text format, with these replicas."""
     decisions: Callable[[], Awaitable[Sequence[DecisionBody]]]
     """The requests that ended last, the oldest first."""
     unready: Callable[[], str | None]

@@ -88,12 +88,13 @@ class _DataProcess:
 
     async def serve(self, listener: socket.socket, tell_unready: Callable[[str], None]) -> None:
         """Until the server was asked to stop, and running answers have ended or had their time."""
-        telling = asyncio.create_task(self._tell_unready(tell_unready))
-        try:
-            await self.server.serve([listener])
-        finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+        async with self.plane.background():
+            telling = asyncio.create_task(self._tell_unready(tell_unready))
+            try:
+                await self.server.serve([listener])
+            finally:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
 
     async def aclose(self) -> None:
         self._listening.close()
