@@ -1,4 +1,8 @@
-"""The composition root: builds every object of a gateway, runs its two listeners, ends all of it in order.
+"""The composition root: builds every object of a gateway, and runs it, as one process or as several.
+
+    Knowledge      router, watcher and what they need: of every process
+    DataPlane      what clients speak to: of a whole gateway, and of each data process
+    ControlPlane   keys, leases, admin API: of a whole gateway, and of a supervisor
 
 Order of the end: the listeners stop accepting and give running answers `grace_s`; then nothing needs the watcher, the
 upstream connections and the thread that tokenizes, and they are closed.
@@ -8,29 +12,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import importlib.metadata
 import logging
 import math
 import random
 import signal
-import socket
+import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from pathlib import Path
+from typing import Final
 
 import click
 import msgspec
-import uvicorn
 from starlette.types import ASGIApp
 
 from gateway.access_log import AccessLog, open_access_log
 from gateway.admin.addresses import resolve_host
-from gateway.admin.bodies import ReplicaBody, RequestRates
-from gateway.admin.context import AdminContext
+from gateway.admin.bodies import DecisionBody, RequestRates, decision_body
+from gateway.admin.context import AdminContext, Insight
 from gateway.admin.live import Live, RateMeter
 from gateway.admin.registry import Registry
 from gateway.admin.replicas import replica_bodies
@@ -45,18 +48,40 @@ from gateway.limits import Ledger, Limiter, LocalLimiter, Price, Rules
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
+from gateway.processes.bus import Bus
+from gateway.processes.control import Start, encode, settings_bytes
+from gateway.processes.key_copy import encode_keys
+from gateway.processes.members import members_of
+from gateway.processes.merged_metrics import families_of
+from gateway.processes.messages import Batch, Finished, Message
+from gateway.processes.shared_router import SharedRouter
+from gateway.processes.supervisor import Supervisor, announcing
 from gateway.public import public_app
-from gateway.reloading import Reloader, RunningParts, SettingsSource
+from gateway.reloading import Reloader, SettingsSource
+from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
+from gateway.serving import ask_to_stop, bound, listening, make_server, spare_collections
 from gateway.settings import Settings, TracingSettings
-from gateway.telemetry import Telemetry
+from gateway.telemetry import Telemetry, render
 from gateway.tokenizing import Tokenizing
 from gateway.tracing import Tracer, otlp_export
 from gateway.upstream.http1 import Http1Upstream
 from gateway.watch import Watcher
-from router import Decision, Router, Unroutable
+from router import Decision, Outcome, ReplicaView, Router, Trust, Unroutable
+from router.wire import ReplicaSpec
 
-__all__ = ["Gateway", "build_gateway", "run_gateway"]
+__all__ = [
+    "ControlPlane",
+    "DataPlane",
+    "Gateway",
+    "Knowledge",
+    "build_control_plane",
+    "build_data_plane",
+    "build_gateway",
+    "build_knowledge",
+    "run",
+    "unready",
+]
 
 _log = logging.getLogger("warmpath.gateway")
 
@@ -64,37 +89,87 @@ _EXPIRE_EVERY_S: Final = 1.0
 _KEPT_DECISIONS: Final = 256
 _DEFAULT_GROUP: Final = "default"
 """Of keys that were made without a tenant."""
-_BACKLOG: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
-    """A built gateway: two apps, and what runs beside them (`Gateway.background`)."""
+class Knowledge:
+    """What a process knows of replicas, and by what."""
 
-    settings: Settings
-    public: ASGIApp
-    admin: ASGIApp
-    keys: KeyStore
-    registry: Registry
+    router: Router
     watcher: Watcher
     upstream: Http1Upstream
+    prompters: Prompters
+    cards: ModelCards
+    preparer: Preparer
+    aliases: Aliases
     executor: ThreadPoolExecutor
-    limiter: Limiter
+
+    def apply(self, settings: Settings) -> None:
+        """Go by these from now on, and keep all that is known."""
+        self.router.configure(settings.routing.router_settings)
+        self.watcher.configure(settings.probes.rules)
+        self.preparer.configure(settings.prompts.escapes)
+        self.aliases.configure(settings.aliases)
+
+    async def aclose(self) -> None:
+        await self.watcher.aclose()
+        await self.upstream.aclose()
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlane:
+    """What clients speak to, and what became of their requests."""
+
+    public: HotPath
+    dispatcher: Dispatcher
     telemetry: Telemetry
     tracer: Tracer
     access_log: AccessLog | None
+    decisions: deque[Record]
+    rates: RateMeter
+
+    def apply(self, settings: Settings) -> None:
+        """For requests from now on."""
+        self.public.set_rules(limit_rules(settings))
+        self.dispatcher.configure(
+            settings.stream.timeouts, commit_after_s=settings.stream.commit_after_s, ping_s=settings.stream.ping_s
+        )
+
+    @contextlib.asynccontextmanager
+    async def background(self) -> AsyncIterator[None]:
+        """Measures the event loop while the block runs; what is to be told of requests is told at its end."""
+        watching = asyncio.create_task(self.telemetry.watch_loop())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await self.tracer.aclose()
+            if self.access_log is not None:
+                await asyncio.to_thread(self.access_log.close)
+
+    def decision_bodies(self) -> list[DecisionBody]:
+        offset = time.time() - time.monotonic()
+        return [
+            decision_body(record, record.decision, offset) for record in self.decisions if record.decision is not None
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    """Who may, which replicas there are, and by what settings."""
+
+    registry: Registry
+    admin: ASGIApp
     reloader: Reloader
     live: Live
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
-        """Watches replicas and ends leases while the block runs."""
-        for replica in self.settings.replicas:
-            self.registry.add_static(replica.replica_id, replica.spec, time.monotonic())
-        tasks = [
-            asyncio.create_task(running)
-            for running in (self._expire_leases(), self.telemetry.watch_loop(), self.reloader.run())
-        ]
+        """Watches the settings and their replicas, and ends leases, while the block runs."""
+        self.registry.set_static(_static(self.reloader.settings), time.monotonic())
+        tasks = [asyncio.create_task(self._expire_leases()), asyncio.create_task(self.reloader.run())]
         try:
             yield
         finally:
@@ -102,12 +177,6 @@ class Gateway:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self.watcher.aclose()
-            await self.upstream.aclose()
-            self.executor.shutdown(wait=False, cancel_futures=True)
-            await self.tracer.aclose()
-            if self.access_log is not None:
-                await asyncio.to_thread(self.access_log.close)
 
     async def _expire_leases(self) -> None:
         while True:
@@ -115,38 +184,105 @@ class Gateway:
             self.registry.expire(time.monotonic())
 
 
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A whole gateway in one process: two apps, and what runs beside them (`Gateway.background`)."""
+
+    keys: KeyStore
+    knowledge: Knowledge
+    data: DataPlane
+    control: ControlPlane
+    limiter: Limiter
+
+    @property
+    def public(self) -> ASGIApp:
+        return self.data.public
+
+    @property
+    def admin(self) -> ASGIApp:
+        return self.control.admin
+
+    @property
+    def upstream(self) -> Http1Upstream:
+        return self.knowledge.upstream
+
+    @property
+    def registry(self) -> Registry:
+        return self.control.registry
+
+    @property
+    def reloader(self) -> Reloader:
+        return self.control.reloader
+
+    @property
+    def live(self) -> Live:
+        return self.control.live
+
+    @contextlib.asynccontextmanager
+    async def background(self) -> AsyncIterator[None]:
+        """Watches replicas and ends leases while the block runs."""
+        try:
+            async with self.data.background(), self.control.background():
+                yield
+        finally:
+            await self.knowledge.aclose()
+
+
 def build_gateway(settings: Settings, source: SettingsSource | None = None) -> Gateway:
-    """`source`: where the settings came from, to reload them. Raises `KeyStoreError` or OSError when the state folder cannot be
-    used.
+    """`source`: where the settings came from, to read them again.
+
+    Raises `KeyStoreError` or OSError when the state folder cannot be used.
     """
-    clock = time.monotonic
     keys = KeyStore.open(settings.state_dir)
+    knowledge = build_knowledge(settings, Router(settings.routing.router_settings))
+    limiter = LocalLimiter(Ledger(hold_s=math.inf), time.monotonic, time.time)
+    data = build_data_plane(settings, knowledge, keys, limiter, Homes(), Quarantine())
+
+    async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
+        in_flight, now = data.public.in_flight, time.monotonic()
+        return await asyncio.to_thread(lambda: render(data.telemetry.families(in_flight), replicas, now))
+
+    async def decisions() -> list[DecisionBody]:
+        return data.decision_bodies()
+
+    def rates() -> RequestRates:
+        per_s, failed_per_s = data.rates.per_s(time.monotonic())
+        return RequestRates(data.public.in_flight, None, per_s, failed_per_s)
+
+    def apply(new: Settings) -> None:
+        knowledge.apply(new)
+        data.apply(new)
+
+    insight = Insight(metrics=metrics, decisions=decisions, unready=lambda: unready(knowledge.router), rates=rates)
+    control = build_control_plane(settings, knowledge, keys, insight, data.telemetry, source, apply)
+    return Gateway(keys, knowledge, data, control, limiter)
+
+
+def build_knowledge(settings: Settings, router: Router) -> Knowledge:
+    upstream, prompters, cards = Http1Upstream(), Prompters(), ModelCards()
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
-    router = Router(settings.routing.router_settings)
-    upstream = Http1Upstream()
-    prompters = Prompters()
-    preparer = Preparer(prompters, executor, settings.prompts.escapes)
-    cards = ModelCards()
-    homes = Homes()
-    aliases = Aliases(settings.aliases)
+    return Knowledge(
+        router=router,
+        watcher=Watcher(router, upstream, prompters, cards, clock=time.monotonic, probes=settings.probes.rules),
+        upstream=upstream,
+        prompters=prompters,
+        cards=cards,
+        preparer=Preparer(prompters, executor, settings.prompts.escapes),
+        aliases=Aliases(settings.aliases),
+        executor=executor,
+    )
+
+
+def build_data_plane(
+    settings: Settings,
+    knowledge: Knowledge,
+    keys: KeyStore,
+    limiter: Limiter,
+    homes: Homes,
+    quarantine: Quarantine,
+) -> DataPlane:
+    clock = time.monotonic
     telemetry = Telemetry()
-    watcher = Watcher(router, upstream, prompters, cards, clock=clock, probes=settings.probes.rules)
-    telemetry.register(
-        "counter",
-        "warmpath_health_transitions",
-        "Times that a replica turned well or down, by its probes or its event stream.",
-        ("model", "to"),
-        lambda: {(model, to): count for (model, to), count in list(watcher.transitions.items())},
-    )
-    registry = Registry(
-        router,
-        lease_s=settings.leases.lease_s,
-        forget_after_s=settings.leases.forget_after_s,
-        start_watch=watcher.start,
-        stop_watch=watcher.stop,
-    )
-    rates = RateMeter()
-    limiter = LocalLimiter(Ledger(hold_s=math.inf), clock, time.time)
     tracer = _tracer(settings.tracing, unix_offset=lambda: time.time() - clock())
     access_log = open_access_log(settings.log.access)
     if access_log is not None:
@@ -159,6 +295,8 @@ def build_gateway(settings: Settings, source: SettingsSource | None = None) -> G
         )
     counts = settings.telemetry.metrics
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
+    rates = RateMeter()
+    client_keys = None if settings.server.open else keys
 
     def finished(record: Record) -> None:
         if counts:
@@ -171,9 +309,10 @@ def build_gateway(settings: Settings, source: SettingsSource | None = None) -> G
             decisions.append(record)
 
     dispatcher = Dispatcher(
-        router,
-        upstream,
+        knowledge.router,
+        knowledge.upstream,
         homes,
+        quarantine,
         timeouts=settings.stream.timeouts,
         commit_after_s=settings.stream.commit_after_s,
         ping_s=settings.stream.ping_s,
@@ -184,23 +323,23 @@ def build_gateway(settings: Settings, source: SettingsSource | None = None) -> G
     )
     hot_path = HotPath(
         public_app(
-            router,
-            cards,
-            aliases,
-            None if settings.server.open else keys,
+            knowledge.router,
+            knowledge.cards,
+            knowledge.aliases,
+            client_keys,
             unix_time=lambda moment: moment + time.time() - clock(),
         ),
-        router=router,
+        router=knowledge.router,
         access=Access(
-            keys=None if settings.server.open else keys,
+            keys=client_keys,
             rules=limit_rules(settings),
             limiter=limiter,
             salt_for=keys.salt_for,
         ),
-        cards=cards,
-        aliases=aliases,
-        preparer=preparer,
-        tokenizing=Tokenizing(prompters, cards, executor),
+        cards=knowledge.cards,
+        aliases=knowledge.aliases,
+        preparer=knowledge.preparer,
+        tokenizing=Tokenizing(knowledge.prompters, knowledge.cards, knowledge.executor),
         homes=homes,
         dispatcher=dispatcher,
         max_body_bytes=settings.server.max_body_bytes,
@@ -208,19 +347,48 @@ def build_gateway(settings: Settings, source: SettingsSource | None = None) -> G
         begin_trace=tracer.begin,
         on_finish=finished,
     )
-    source = source or SettingsSource(load=lambda: settings)
+    return DataPlane(hot_path, dispatcher, telemetry, tracer, access_log, decisions, rates)
+
+
+def build_control_plane(
+    settings: Settings,
+    knowledge: Knowledge,
+    keys: KeyStore,
+    insight: Insight,
+    telemetry: Telemetry,
+    source: SettingsSource | None,
+    apply: Callable[[Settings], None],
+) -> ControlPlane:
+    """`insight`: of the data planes, in this process or in others. `telemetry`: of this process. `apply`: what new settings
+    change beside the replicas.
+    """
+    router, watcher = knowledge.router, knowledge.watcher
+    registry = Registry(
+        router,
+        lease_s=settings.leases.lease_s,
+        forget_after_s=settings.leases.forget_after_s,
+        start_watch=watcher.start,
+        stop_watch=watcher.stop,
+    )
+    explainer = _Explainer(
+        router,
+        knowledge.aliases,
+        knowledge.preparer,
+        keys,
+        PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP,
+        random.random,
+    )
+
+    def apply_all(new: Settings) -> None:
+        apply(new)
+        registry.configure(lease_s=new.leases.lease_s, forget_after_s=new.leases.forget_after_s)
+        registry.set_static(_static(new), time.monotonic())
+
     reloader = Reloader(
         settings,
-        RunningParts(
-            router,
-            registry,
-            watcher,
-            dispatcher,
-            preparer,
-            aliases,
-            set_limits=lambda new: hot_path.set_rules(limit_rules(new)),
-        ),
-        source=source,
+        source or SettingsSource(load=lambda: settings),
+        faults_of=lambda new: [f"replicas: {fault}" for fault in registry.faults_of(_static(new))],
+        apply=apply_all,
     )
     telemetry.register(
         "counter",
@@ -229,49 +397,35 @@ def build_gateway(settings: Settings, source: SettingsSource | None = None) -> G
         ("result",),
         lambda: {(result,): count for result, count in reloader.results.items()},
     )
-
-    def read_live() -> tuple[list[ReplicaBody], RequestRates]:
-        per_s, failed_per_s = rates.per_s(clock())
-        return replica_bodies(context), RequestRates(hot_path.in_flight, None, per_s, failed_per_s)
-
-    live = Live(read_live, time.time)
+    telemetry.register(
+        "counter",
+        "warmpath_health_transitions",
+        "Times that a replica turned well or down, by its probes or its event stream.",
+        ("model", "to"),
+        lambda: {(model, to): count for (model, to), count in list(watcher.transitions.items())},
+    )
+    live = Live(lambda: (replica_bodies(context), insight.rates()), time.time)
     context = AdminContext(
         current_settings=lambda: reloader.settings,
         reload=reloader.reload,
-        cards=cards,
-        aliases=aliases,
+        cards=knowledge.cards,
+        aliases=knowledge.aliases,
         live=live,
         keys=keys,
         router=router,
         registry=registry,
-        telemetry=telemetry,
+        insight=insight,
         resolve=resolve_host,
-        explain=_Explainer(
-            router, aliases, preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
-        ).explain,
-        decisions=lambda: list(decisions),
-        in_flight=lambda: hot_path.in_flight,
-        unready=lambda: _unready(router),
-        clock=clock,
+        explain=explainer.explain,
+        clock=time.monotonic,
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
-    return Gateway(
-        settings,
-        hot_path,
-        admin_app(context),
-        keys,
-        registry,
-        watcher,
-        upstream,
-        executor,
-        limiter,
-        telemetry,
-        tracer,
-        access_log,
-        reloader,
-        live,
-    )
+    return ControlPlane(registry, admin_app(context), reloader, live)
+
+
+def _static(settings: Settings) -> dict[str, ReplicaSpec]:
+    return {replica.replica_id: replica.spec for replica in settings.replicas}
 
 
 def limit_rules(settings: Settings) -> Rules:
@@ -344,88 +498,163 @@ def _endpoint_of(body: bytes) -> Endpoint:
     return "/v1/chat/completions" if is_chat else "/v1/completions"
 
 
-def _unready(router: Router) -> str | None:
+def unready(router: Router) -> str | None:
     if any(replica.healthy for replica in router.replicas()):
         return None
     return "No replica is healthy."
 
 
-async def run_gateway(settings: Settings, source: SettingsSource | None = None) -> None:
-    """Serve until SIGINT or SIGTERM; SIGHUP reads the settings again from `source`. Raises OSError for a port in use."""
+async def run(settings: Settings, source: SettingsSource, log_level: str) -> None:
+    """Serve until SIGINT or SIGTERM; SIGHUP reads the settings again. Raises OSError for a port in use, `KeyStoreError`."""
     raise_descriptor_limit()
+    if settings.server.processes == 1:
+        await _run_alone(settings, source)
+    else:
+        await _run_supervisor(settings, source, log_level)
+
+
+async def _run_alone(settings: Settings, source: SettingsSource) -> None:
     with (
-        _listen(settings.server.host, settings.server.port) as public_socket,
-        _listen(settings.admin.host, settings.admin.port) as admin_socket,
+        listening(settings.server.host, settings.server.port) as public_socket,
+        listening(settings.admin.host, settings.admin.port) as admin_socket,
     ):
         gateway = build_gateway(settings, source)
         _first_keys(gateway.keys, settings)
         grace_s = settings.server.grace_s
         servers = [
-            _server(gateway.public, Listener(settings.server.limits), grace_s),
-            _server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), grace_s),
+            make_server(gateway.public, Listener(settings.server.limits), grace_s),
+            make_server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), grace_s),
         ]
+
+        def stop() -> None:
+            gateway.live.close()
+            ask_to_stop(servers)
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _ask_to_stop, gateway, servers)
+            loop.add_signal_handler(number, stop)
         loop.add_signal_handler(signal.SIGHUP, gateway.reloader.ask)
         _log.info(
             "serving http://%s:%d/v1, admin http://%s:%d",
             *public_socket.getsockname()[:2],
             *admin_socket.getsockname()[:2],
         )
-        _spare_collections()
+        spare_collections()
         async with gateway.background():
             await asyncio.gather(servers[0].serve([public_socket]), servers[1].serve([admin_socket]))
 
 
-def _spare_collections() -> None:
-    """What the start made is never garbage, and the index grows to millions of numbers that a full collection would visit, for
-    tens of milliseconds each time. Cycles are few here and young when they die, so the small collections find them.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 1_000)
+async def _run_supervisor(settings: Settings, source: SettingsSource, log_level: str) -> None:
+    clock = time.monotonic
+    with (
+        bound(settings.server.host, settings.server.port) as port,
+        listening(settings.admin.host, settings.admin.port) as admin_socket,
+        tempfile.TemporaryDirectory(prefix="warmpath-") as bus_folder,  # only this user may enter it
+    ):
+        keys = KeyStore.open(settings.state_dir)
+        _first_keys(keys, settings)
 
+        def hear(batch: Batch) -> None:
+            for message in batch.messages:
+                router.hear(batch.process, message, clock())
+                if isinstance(message, Finished):
+                    meter.count(message.outcome is Outcome.FAILED, clock())
 
-def _ask_to_stop(gateway: Gateway, servers: list[uvicorn.Server]) -> None:
-    """Asked again, it waits for no answer that still runs."""
-    gateway.live.close()
-    for server in servers:
-        server.force_exit = server.should_exit
-        server.should_exit = True
+        def open_numbers() -> list[Message]:
+            router.drop_silent(clock())
+            return router.open_numbers()
 
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Two servers share this process, so neither may own its signals; `run_gateway` does."""
-        yield
-
-
-def _server(app: ASGIApp, listener: Listener, grace_s: float) -> uvicorn.Server:
-    return _Server(
-        uvicorn.Config(
-            app,
-            http=cast(Any, listener.protocol),
-            proxy_headers=False,
-            lifespan="off",
-            ws="none",
-            access_log=False,
-            log_config=None,
-            timeout_graceful_shutdown=max(1, round(grace_s)),
+        bus = Bus(
+            Path(bus_folder),
+            0,
+            hear=hear,
+            what_is_open=lambda: router.what_is_open(),
+            open_numbers=open_numbers,
         )
-    )
+        router = SharedRouter(settings.routing.router_settings, bus.post)
+        knowledge = build_knowledge(settings, router)
+        telemetry = Telemetry()
+        meter = RateMeter()
 
+        def start_of(process: int, peers: Sequence[int]) -> Start:
+            views = router.replicas()
+            return Start(
+                process=process,
+                settings=settings_bytes(control.reloader.settings),
+                host=settings.server.host,
+                port=port,
+                bus_folder=bus_folder,
+                peers=list(peers),
+                keys=encode_keys(keys),
+                members=members_of(control.registry, router),
+                healthy=[view.id for view in views if view.healthy],
+                exact=[view.id for view in views if view.trust is Trust.EXACT],
+            )
 
-@contextlib.contextmanager
-def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise OSError(f"{host}:{port}: {error.strerror}") from error
-    with listening:
-        yield listening
+        def on_processes(processes: Sequence[int]) -> None:
+            router.set_processes(processes, clock())
+            bus.set_peers(processes)
+
+        supervisor = Supervisor(
+            count=settings.server.processes,
+            grace_s=settings.server.grace_s,
+            log_level=log_level,
+            start_of=start_of,
+            state=lambda: {
+                "keys": encode_keys(keys),
+                "settings": settings_bytes(control.reloader.settings),
+                "members": encode(members_of(control.registry, router)),
+            },
+            on_processes=on_processes,
+            answers=lambda process: {},
+            on_gone=lambda process: None,
+        )
+
+        async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
+            merged, now = await supervisor.take_metrics(), clock()
+            merged.take("supervisor", families_of(telemetry.families(0)))
+            return await asyncio.to_thread(lambda: render(merged.families(), replicas, now))
+
+        def rates() -> RequestRates:
+            """By what the processes tell of replicas: tries, rather than requests."""
+            in_flight = sum(view.inflight for view in router.replicas())
+            return RequestRates(in_flight, None, *meter.per_s(clock()))
+
+        insight = Insight(
+            metrics=metrics,
+            decisions=supervisor.decisions,
+            unready=lambda: unready(router) or supervisor.unready(),
+            rates=rates,
+        )
+        control = build_control_plane(settings, knowledge, keys, insight, telemetry, source, knowledge.apply)
+        server = make_server(
+            announcing(control.admin, supervisor), Listener(descriptor_share=ADMIN_SHARE), settings.server.grace_s
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, supervisor.stop)
+        loop.add_signal_handler(signal.SIGHUP, control.reloader.ask)
+        _log.info(
+            "serving http://%s:%d/v1 by %d processes, admin http://%s:%d",
+            settings.server.host,
+            port,
+            settings.server.processes,
+            *admin_socket.getsockname()[:2],
+        )
+        spare_collections()
+        bus.start()
+        try:
+            async with control.background():
+                serving = asyncio.create_task(server.serve([admin_socket]))
+                try:
+                    await supervisor.run()
+                finally:
+                    control.live.close()
+                    server.should_exit = True
+                    await serving
+        finally:
+            await knowledge.aclose()
+            bus.close()
 
 
 def _first_keys(keys: KeyStore, settings: Settings) -> None:

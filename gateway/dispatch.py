@@ -215,6 +215,7 @@ class Dispatcher:
         router: Router,
         upstream: Upstream,
         homes: Homes,
+        quarantine: Quarantine,
         *,
         timeouts: Timeouts,
         commit_after_s: float,
@@ -238,7 +239,7 @@ class Dispatcher:
         self._on_gap = on_gap
         self._on_failed_try = on_failed_try
         self._budget = RetryBudget()
-        self._quarantine = Quarantine()
+        self._quarantine = quarantine
 
     def configure(self, timeouts: Timeouts, *, commit_after_s: float, ping_s: float) -> None:
         """For tries that begin from now on."""

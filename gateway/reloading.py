@@ -10,64 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gateway.admin.registry import Registry
-from gateway.aliases import Aliases
-from gateway.dispatch import Dispatcher
-from gateway.prepare import Preparer
 from gateway.reload import Plan, plan_reload
 from gateway.settings import Settings, SettingsError
-from gateway.watch import Watcher
-from router import Router
-from router.wire import ReplicaSpec
 
-__all__ = ["Reloader", "RunningParts", "SettingsSource"]
+__all__ = ["Reloader", "SettingsSource"]
 
 _log = logging.getLogger("warmpath.settings")
 
 _POLL_S: Final = 1.0
 """How late a change of the file may be noticed. A look costs 10 us, and works for every kind of file system and of change:
 written in place, replaced, or reached through a link that Kubernetes turns to another folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunningParts:
-    """What follows the settings while it runs; each takes them in one synchronous call and keeps what it knows."""
-
-    router: Router
-    registry: Registry
-    watcher: Watcher
-    dispatcher: Dispatcher
-    preparer: Preparer
-    aliases: Aliases
-    set_limits: Callable[[Settings], None]
-
-    def faults_of(self, settings: Settings) -> list[str]:
-        """Why these cannot be applied although they are valid; nothing when they can."""
-        return [f"replicas: {fault}" for fault in self.registry.faults_of(_static(settings))]
-
-    def apply(self, settings: Settings) -> None:
-        """Ask `faults_of` first."""
-        self.router.configure(settings.routing.router_settings)
-        self.watcher.configure(settings.probes.rules)
-        self.dispatcher.configure(
-            settings.stream.timeouts, commit_after_s=settings.stream.commit_after_s, ping_s=settings.stream.ping_s
-        )
-        self.preparer.configure(settings.prompts.escapes)
-        self.set_limits(settings)
-        self.aliases.configure(settings.aliases)
-        self.registry.configure(lease_s=settings.leases.lease_s, forget_after_s=settings.leases.forget_after_s)
-        self.registry.set_static(_static(settings), time.monotonic())
-
-
-def _static(settings: Settings) -> dict[str, ReplicaSpec]:
-    return {replica.replica_id: replica.spec for replica in settings.replicas}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +42,20 @@ class Reloader:
     def __init__(
         self,
         settings: Settings,
-        parts: RunningParts,
-        *,
         source: SettingsSource,
+        *,
+        faults_of: Callable[[Settings], list[str]],
+        apply: Callable[[Settings], None],
     ) -> None:
-        """`settings`: in force now."""
+        """`settings`: in force now. `faults_of`: why valid settings cannot be applied to what runs; nothing when they can.
+        `apply`: go by these from now on; one synchronous call that cannot fail after `faults_of` found nothing.
+        """
         self.settings = settings
         """In force."""
         self.results = Counter(ok=0, bad=0)
         """Of all attempts."""
-        self._parts = parts
+        self._faults_of = faults_of
+        self._apply = apply
         self._load = source.load
         self._file = source.file
         self._asked = asyncio.Event()
@@ -126,13 +88,13 @@ class Reloader:
             try:
                 new = await asyncio.to_thread(self._load)
                 plan = plan_reload(self.settings, new)
-                if faults := self._parts.faults_of(plan.settings):
+                if faults := self._faults_of(plan.settings):
                     raise SettingsError(faults)
             except SettingsError as error:
                 self.results["bad"] += 1
                 _log.error("the settings were not changed:\n  %s", "\n  ".join(error.faults))
                 raise
-            self._parts.apply(plan.settings)
+            self._apply(plan.settings)
             self.settings = plan.settings
             self.results["ok"] += 1
             _log.info("the settings were reloaded; changed: %s", ", ".join(plan.changed) or "nothing")

@@ -6,18 +6,31 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.admin.addresses import AllowList, Resolve
+from gateway.admin.bodies import DecisionBody, RequestRates
 from gateway.admin.live import Live
 from gateway.admin.registry import Registry
 from gateway.aliases import Aliases
-from gateway.dispatch import Record
 from gateway.keys import KeyStore
 from gateway.model_cards import ModelCards
 from gateway.reload import Plan
 from gateway.settings import Settings
-from gateway.telemetry import Telemetry
-from router import Decision, Router
+from router import Decision, ReplicaView, Router
 
-__all__ = ["AdminContext"]
+__all__ = ["AdminContext", "Insight"]
+
+
+@dataclass(frozen=True, slots=True)
+class Insight:
+    """What there is to see of clients' requests, in this process or in all those behind it."""
+
+    metrics: Callable[[Sequence[ReplicaView]], Awaitable[bytes]]
+    """In Prometheus's text format, with these replicas."""
+    decisions: Callable[[], Awaitable[Sequence[DecisionBody]]]
+    """The requests that ended last, the oldest first."""
+    unready: Callable[[], str | None]
+    """Why the gateway should get no requests now; None when it should."""
+    rates: Callable[[], RequestRates]
+    """How many requests there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +44,13 @@ class AdminContext:
     keys: KeyStore
     router: Router
     registry: Registry
+    insight: Insight
     cards: ModelCards
     aliases: Aliases
     live: Live
-    telemetry: Telemetry
     resolve: Resolve
     explain: Callable[[bytes, str | None], Awaitable[Decision]]
     """Decide for the body of a request, in a sharing group or the default one, and send nothing. Raises `ApiError`."""
-    decisions: Callable[[], Sequence[Record]]
-    """The requests that ended last."""
-    in_flight: Callable[[], int]
-    """Requests being answered."""
-    unready: Callable[[], str | None]
-    """Why the gateway should get no requests now; None when it should."""
     clock: Callable[[], float]
     """Monotonic seconds."""
     wall_clock: Callable[[], float]

@@ -174,9 +174,9 @@ class Registry:
         """None for a static replica."""
         return self._entry(replica_id).lease
 
-    def held_by(self, replica_id: str) -> str:
-        """Id of the key that registered it; '' for one of the settings. Raises `UnknownReplica`."""
-        return self._entry(replica_id).holder
+    def is_live(self, replica_id: str) -> bool:
+        """Static, or with a lease that was not seen to end."""
+        return self._entry(replica_id).live
 
     def drain_of(self, replica_id: str) -> Drain | None:
         return self._entry(replica_id).drain

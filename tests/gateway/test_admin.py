@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message
 
 from gateway.admin import rest
 from gateway.admin.addresses import Address, Resolve, resolve_host
-from gateway.admin.bodies import RequestRates
-from gateway.admin.context import AdminContext
+from gateway.admin.bodies import DecisionBody, RequestRates, decision_body
+from gateway.admin.context import AdminContext, Insight
 from gateway.admin.live import Live
 from gateway.admin.registry import Registry
 from gateway.admin.replicas import replica_bodies
@@ -28,12 +28,14 @@ from gateway.keys import KeyRecord, KeyStore
 from gateway.model_cards import ModelCards
 from gateway.reload import Plan
 from gateway.settings import Settings, SettingsError, load_settings
-from gateway.telemetry import Telemetry
-from router import Candidate, Decision, Outcome, Query, Router, Trust
+from gateway.telemetry import Telemetry, render
+from router import Candidate, Decision, Outcome, Query, ReplicaView, Router, Trust
 from router.wire import Hello, Load, ReplicaSpec
 
 WALL_OFFSET = 1_800_000_000.0
 WORKER = {"url": "http://127.0.0.1:8101", "model": "m", "epoch": "e1", "credential": "s3cret"}
+
+RATES = RequestRates(3, None, 1.5, 0.0)
 
 KEYLESS = [endpoint for endpoint in ENDPOINTS if endpoint.needs is Needs.NO_KEY]
 KEYED = [endpoint for endpoint in ENDPOINTS if endpoint.needs is not Needs.NO_KEY]
@@ -110,12 +112,18 @@ def build(folder: Path, settings: Settings | None = None, resolve: Resolve = res
             raise SettingsError(["server.port: too high", "aliases: a loop"])
         return Plan(current, ("limits.requests_per_minute",), ("server.port",))
 
+    async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
+        return render(Telemetry().families(3), replicas, now[0])
+
+    async def decisions() -> list[DecisionBody]:
+        return [decision_body(record, record.decision, WALL_OFFSET) for record in records if record.decision]
+
     context = AdminContext(
         current_settings=lambda: current,
         reload=reload,
         cards=ModelCards(),
         aliases=aliases,
-        live=Live(lambda: (replica_bodies(context), RequestRates(3, None, 1.5, 0.0)), lambda: now[0], tick_s=0.01),
+        live=Live(lambda: (replica_bodies(context), RATES), lambda: now[0], tick_s=0.01),
         keys=keys,
         router=router,
         registry=Registry(
@@ -125,12 +133,9 @@ def build(folder: Path, settings: Settings | None = None, resolve: Resolve = res
             start_watch=lambda replica_id, spec: None,
             stop_watch=lambda replica_id: None,
         ),
-        telemetry=Telemetry(),
+        insight=Insight(metrics, decisions, unready=lambda: not_ready[0] if not_ready else None, rates=lambda: RATES),
         resolve=resolve,
         explain=explain,
-        decisions=lambda: records,
-        in_flight=lambda: 3,
-        unready=lambda: not_ready[0] if not_ready else None,
         clock=lambda: now[0],
         wall_clock=lambda: now[0] + WALL_OFFSET,
         version="1.2.3",
