@@ -24,8 +24,8 @@ __all__ = ["Reloader", "SettingsSource"]
 _log = logging.getLogger("warmpath.settings")
 
 _POLL_S: Final = 1.0
-"""How late a change of the file may be noticed. A look costs 10 us, and works for every kind of file system and of change:
-written in place, replaced, or reached through a link that Kubernetes turns to another folder."""
+"""Between two looks at the file; a change that two of them saw is read. A look costs 10 us, and works for every kind of file
+system and of change: written in place, replaced, or reached through a link that Kubernetes turns to another folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,14 @@ class Reloader:
 
     async def run(self) -> None:
         """Reload when asked to and when the file changes, for ever."""
+        before = self._seen
         while True:
             asked = await self._asked_within(_POLL_S)
             stamp = _stamp(self._file)
-            changed = stamp is not None and stamp != self._seen  # a file that is gone is about to be replaced
-            if changed:
-                self._seen = stamp
+            # A file that is gone is about to be replaced, and one that just changed may be written still: cut to nothing it
+            # would be valid, and the end of every replica.
+            changed = stamp is not None and stamp != self._seen and stamp == before
+            before = stamp
             if asked or changed:
                 try:
                     await self.reload()
@@ -85,6 +87,7 @@ class Reloader:
     async def reload(self) -> Plan:
         """Read, check and swap. Raises `SettingsError` with every fault; then nothing was changed."""
         async with self._one_at_a_time:
+            self._seen = _stamp(self._file)
             try:
                 new = await asyncio.to_thread(self._load)
                 plan = plan_reload(self.settings, new)

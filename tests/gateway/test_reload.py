@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gateway.admin.registry import Registrant
 from gateway.app import build_gateway
 from gateway.reload import plan_reload
-from gateway.reloading import SettingsSource
+from gateway.reloading import Reloader, SettingsSource
 from gateway.server.listener import Listener
 from gateway.settings import Settings, SettingsError, load_settings
 from router.wire import ReplicaSpec
@@ -319,6 +319,36 @@ async def test_a_file_that_changes_is_read_also_behind_a_link_that_turns(
         before = gateway.reloader.settings
         gateway.reloader.ask()  # as SIGHUP does
         await eventually(lambda: gateway.reloader.settings is not before)
+
+
+async def test_a_file_that_is_written_in_place_is_read_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    file = tmp_path / "warmpath.yaml"
+    file.write_text("aliases: {a: one}")
+
+    def stamp(_: Path | None) -> tuple[int, int, int, int]:
+        """Each look finds the file longer, until it is whole."""
+        looks.append("")
+        size = min(len(looks), 10)
+        file.write_text("" if size < 10 else "aliases: {a: two}")
+        return (1, 1, 1, size)
+
+    monkeypatch.setattr("gateway.reloading._POLL_S", 0.001)
+    monkeypatch.setattr("gateway.reloading._stamp", stamp)
+    values: list[dict[str, str]] = []
+    reloader = Reloader(
+        load_settings(file),
+        SettingsSource(load=lambda: load_settings(file), file=file),
+        faults_of=lambda new: [],
+        apply=lambda new: values.append(new.aliases),
+    )
+    running = asyncio.create_task(reloader.run())
+    await eventually(lambda: bool(values))
+    running.cancel()
+
+    assert values[0] == {"a": "two"}
 
 
 async def test_settings_from_elsewhere_can_be_wrong_too(tmp_path: Path) -> None:
