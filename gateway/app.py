@@ -11,7 +11,6 @@ import contextlib
 import gc
 import importlib.metadata
 import logging
-import math
 import random
 import signal
 import socket
@@ -36,7 +35,8 @@ from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.keys import KeyKind, KeyStore
-from gateway.limits import Ledger, Limiter, LocalLimiter, Price, Rules
+from gateway.limiting import build_limiter, limit_rules, limiter_running
+from gateway.limits import Limiter
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
@@ -82,7 +82,8 @@ class Gateway:
             self.registry.add_static(replica.replica_id, replica.spec, time.monotonic())
         expiring = asyncio.create_task(self._expire_leases())
         try:
-            yield
+            async with limiter_running(self.limiter):
+                yield
         finally:
             expiring.cancel()
             await asyncio.gather(expiring, return_exceptions=True)
@@ -116,7 +117,7 @@ def build_gateway(settings: Settings) -> Gateway:
         stop_watch=watcher.stop,
     )
     telemetry = Telemetry()
-    limiter = LocalLimiter(Ledger(hold_s=math.inf), clock, time.time)
+    limiter = build_limiter(settings, on_mode=telemetry.limiter_mode, on_error=telemetry.limiter_failed)
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
 
     def finished(record: Record) -> None:
@@ -180,21 +181,6 @@ def build_gateway(settings: Settings) -> Gateway:
         version=importlib.metadata.version("warmpath"),
     )
     return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor, limiter)
-
-
-def limit_rules(settings: Settings) -> Rules:
-    """What settings say of quotas and prices."""
-    return Rules(
-        settings.limits.quota,
-        tenants={name: tenant.quota.quota for name, tenant in settings.tenants.items()},
-        models={name: model.quota.quota for name, model in settings.models.items()},
-        prices={
-            name: Price(model.input_usd, model.cached_input_usd, model.output_usd)
-            for name, model in settings.models.items()
-        },
-        reserved_output_tokens=settings.limits.reserved_output_tokens,
-        share=settings.limits.hosts,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ the code that gives them. Children are kept, since `labels()` costs more than th
     model       a model that the router knows; '' before that is known; 'other' past the bound
     status      HTTP status of the answer, 499 when the client left
     reason      why the router chose, or why a replica failed
+    limit       requests, tokens, parallel, tokens_day, usd_day
+    kind        how the ledger of limits failed: timeout, connection, readonly, ...
     replica     id
 """
 
@@ -19,7 +21,7 @@ from functools import cache, partial
 from itertools import accumulate
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -114,6 +116,16 @@ class Telemetry:
             ["limit"],
             registry=registry,
         )
+        self._limiter_mode = Gauge(
+            "warmpath_limiter_mode",
+            "1 for who decides on limits: the ledger, or this process by its share while the ledger is away.",
+            ["mode"],
+            registry=registry,
+        )
+        self.limiter_mode(False)
+        self._limiter_errors = Counter(
+            "warmpath_limiter_errors", "Calls of the ledger of limits that failed.", ["kind"], registry=registry
+        )
         self._gaps = GapHistogram()
         registry.register(self._gaps)
         self._models: dict[str, _ModelMetrics] = {}
@@ -148,6 +160,13 @@ class Telemetry:
     def upstream_failed(self, model: str, reason: str) -> None:
         """Count a try that came to nothing. `reason`: the code of the error it would have been."""
         self._model(model).upstream_errors(reason).inc()
+
+    def limiter_mode(self, is_local: bool) -> None:
+        self._limiter_mode.labels("ledger").set(not is_local)
+        self._limiter_mode.labels("local").set(is_local)
+
+    def limiter_failed(self, kind: str) -> None:
+        self._limiter_errors.labels(kind).inc()
 
     def gap(self, model: str, seconds: float) -> None:
         """Count the time between two chunks of a stream. The one call per chunk: 0.2 us."""

@@ -354,6 +354,7 @@ class LeasingLimiter:
         self._return_idle(math.inf)
         if not self.is_local:
             await self._tell_all(self._clock())
+        await self._link.aclose()
 
     def _return_idle(self, now: float) -> None:
         for name, pool in list(self._pools.items()):

@@ -57,6 +57,8 @@ class LedgerLink(Protocol):
     async def post(self, post: Post, *, surely: bool) -> None:
         """Tell it. `surely`: return only once it knows. Raises `LedgerUnavailable`."""
 
+    async def aclose(self) -> None: ...
+
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_message: Final = msgspec.msgpack.Decoder(Ask | Post).decode
@@ -125,6 +127,9 @@ class RemoteLedger:
             self._post(_encode(post))
         except OSError as error:
             raise LedgerUnavailable("connection", was_sent=False) from error
+
+    async def aclose(self) -> None:
+        """The channel belongs to whoever made it."""
 
     async def _ask(self, message: Ask | Post) -> bytes:
         try:
