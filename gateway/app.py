@@ -26,6 +26,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway.access_log import AccessLog, open_access_log
 from gateway.admin.addresses import resolve_host
 from gateway.admin.context import AdminContext
 from gateway.admin.registry import Registry
@@ -42,9 +43,10 @@ from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.settings import Settings
+from gateway.settings import Settings, TracingSettings
 from gateway.telemetry import Telemetry
 from gateway.tokenizing import Tokenizing
+from gateway.tracing import Tracer, otlp_export
 from gateway.upstream.contract import Timeouts
 from gateway.upstream.http1 import Http1Upstream
 from gateway.watch import Watcher
@@ -74,22 +76,29 @@ class Gateway:
     upstream: Http1Upstream
     executor: ThreadPoolExecutor
     limiter: Limiter
+    telemetry: Telemetry
+    tracer: Tracer
+    access_log: AccessLog | None
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
         """Watches replicas and ends leases while the block runs."""
         for replica in self.settings.replicas:
             self.registry.add_static(replica.replica_id, replica.spec, time.monotonic())
-        expiring = asyncio.create_task(self._expire_leases())
+        tasks = [asyncio.create_task(self._expire_leases()), asyncio.create_task(self.telemetry.watch_loop())]
         try:
             async with limiter_running(self.limiter):
                 yield
         finally:
-            expiring.cancel()
-            await asyncio.gather(expiring, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.watcher.aclose()
             await self.upstream.aclose()
             self.executor.shutdown(wait=False, cancel_futures=True)
+            await self.tracer.aclose()
+            if self.access_log is not None:
+                await asyncio.to_thread(self.access_log.close)
 
     async def _expire_leases(self) -> None:
         while True:
@@ -118,10 +127,25 @@ def build_gateway(settings: Settings) -> Gateway:
     )
     telemetry = Telemetry()
     limiter = build_limiter(settings, on_mode=telemetry.limiter_mode, on_error=telemetry.limiter_failed)
+    tracer = _tracer(settings.tracing, unix_offset=lambda: time.time() - clock())
+    access_log = open_access_log(settings.log.access)
+    if access_log is not None:
+        telemetry.register(
+            "counter",
+            "warmpath_access_log_dropped",
+            "Lines of the access log that were lost: nobody took them in time, or the disk is full.",
+            (),
+            lambda: {(): access_log.num_dropped},
+        )
+    counts = settings.telemetry.metrics
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
 
     def finished(record: Record) -> None:
-        telemetry.finished(record)
+        if counts:
+            telemetry.finished(record)
+        if access_log is not None:
+            access_log.finished(record)
+        tracer.finished(record)
         if record.decision is not None:
             decisions.append(record)
 
@@ -156,11 +180,12 @@ def build_gateway(settings: Settings) -> Gateway:
             ping_s=settings.stream.ping_s,
             clock=clock,
             draw=random.random,
-            on_gap=telemetry.gap,
-            on_failed_try=telemetry.upstream_failed,
+            on_gap=telemetry.gap if counts else _count_nothing,
+            on_failed_try=telemetry.upstream_failed if counts else _count_nothing,
         ),
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
+        begin_trace=tracer.begin,
         on_finish=finished,
     )
     context = AdminContext(
@@ -180,7 +205,40 @@ def build_gateway(settings: Settings) -> Gateway:
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
-    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor, limiter)
+    return Gateway(
+        settings,
+        hot_path,
+        admin_app(context),
+        keys,
+        registry,
+        watcher,
+        upstream,
+        executor,
+        limiter,
+        telemetry,
+        tracer,
+        access_log,
+    )
+
+
+def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Tracer:
+    export = None
+    if settings.exporter == "otlp":
+        export = otlp_export(
+            endpoint=settings.endpoint,
+            service_name=settings.service_name,
+            version=importlib.metadata.version("warmpath"),
+        )
+    return Tracer(
+        export,
+        sample_ratio=settings.sample_ratio,
+        follow_caller=settings.follow_caller,
+        unix_offset=unix_offset,
+    )
+
+
+def _count_nothing(model: str, value: object) -> None:
+    """Where metrics are off."""
 
 
 @dataclass(frozen=True, slots=True)
