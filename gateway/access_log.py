@@ -9,6 +9,7 @@ empties; a disk that is full or a pipe that nobody reads costs lines, which are 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -25,6 +26,11 @@ __all__ = ["AccessLog", "LineWriter", "open_access_log"]
 
 _MAX_WAITING: Final = 8192
 """Lines; 4 MB. At 2,000 requests a second a disk may stall for 4 s before any is lost."""
+_EVERY_S: Final = 0.1
+"""How late a line may be. To wake the thread for each one costs a request more than all the rest of its line: both want the
+interpreter at the same time."""
+_MANY: Final = 1024
+"""So many that wait are written at once."""
 _WRITE_BYTES: Final = 4096
 """A pipe takes so much whole or not at all, so that several processes may write to the same one."""
 _CLOSE_S: Final = 2.0
@@ -152,7 +158,7 @@ class LineWriter:
             self._num_overflowed += 1
             return
         self._waiting.append(line)
-        if not self._wake.is_set():
+        if len(self._waiting) == _MANY:
             self._wake.set()
 
     def close(self) -> None:
@@ -166,15 +172,20 @@ class LineWriter:
     def _run(self) -> None:
         closing = False
         while not closing:
-            self._wake.wait()
-            self._wake.clear()  # before the lines are taken: one that comes later sets it again
-            closing = self._closing
-            for lines in self._pieces():
-                try:
-                    self._reopen_if_moved()
-                    _write_all(self._fd, b"".join(lines))
-                except OSError:
-                    self._num_failed += len(lines)
+            self._wake.wait(_EVERY_S)
+            self._wake.clear()
+            closing = self._closing  # read before the lines are taken: those of before the close are among them
+            if self._waiting:
+                self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        with contextlib.suppress(OSError):  # writing will tell
+            self._reopen_if_moved()
+        for lines in self._pieces():
+            try:
+                _write_all(self._fd, b"".join(lines))
+            except OSError:
+                self._num_failed += len(lines)
 
     def _pieces(self) -> Iterator[list[bytes]]:
         """What waits, in groups that are written in one go."""

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib.metadata
 import logging
+import math
 import random
 import signal
 import socket
@@ -36,7 +37,7 @@ from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.keys import KeyKind, KeyStore
-from gateway.limits import RequestLimiter
+from gateway.limits import Ledger, Limiter, LocalLimiter, Price, Rules
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
@@ -74,6 +75,7 @@ class Gateway:
     watcher: Watcher
     upstream: Http1Upstream
     executor: ThreadPoolExecutor
+    limiter: Limiter
     telemetry: Telemetry
     tracer: Tracer
     access_log: AccessLog | None
@@ -123,6 +125,7 @@ def build_gateway(settings: Settings) -> Gateway:
         stop_watch=watcher.stop,
     )
     telemetry = Telemetry()
+    limiter = LocalLimiter(Ledger(hold_s=math.inf), clock, time.time)
     tracer = _tracer(settings.tracing, unix_offset=lambda: time.time() - clock())
     access_log = open_access_log(settings.log.access)
     if access_log is not None:
@@ -155,7 +158,8 @@ def build_gateway(settings: Settings) -> Gateway:
         router=router,
         access=Access(
             keys=None if settings.server.open else keys,
-            limiter=RequestLimiter(settings.limits.requests_per_minute),
+            rules=limit_rules(settings),
+            limiter=limiter,
             salt_for=keys.salt_for,
         ),
         cards=cards,
@@ -209,6 +213,7 @@ def build_gateway(settings: Settings) -> Gateway:
         watcher,
         upstream,
         executor,
+        limiter,
         telemetry,
         tracer,
         access_log,
@@ -233,6 +238,21 @@ def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Trac
 
 def _count_nothing(model: str, value: object) -> None:
     """Where metrics are off."""
+
+
+def limit_rules(settings: Settings) -> Rules:
+    """What settings say of quotas and prices."""
+    return Rules(
+        settings.limits.quota,
+        tenants={name: tenant.quota.quota for name, tenant in settings.tenants.items()},
+        models={name: model.quota.quota for name, model in settings.models.items()},
+        prices={
+            name: Price(model.input_usd, model.cached_input_usd, model.output_usd)
+            for name, model in settings.models.items()
+        },
+        reserved_output_tokens=settings.limits.reserved_output_tokens,
+        share=settings.limits.hosts,
+    )
 
 
 @dataclass(frozen=True, slots=True)

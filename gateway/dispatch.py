@@ -106,6 +106,12 @@ class Record:
     """Of a generated answer; None of any other."""
     duration_s: float = 0.0
     usage: Usage | None = None
+    output_events: int = 0
+    """Events of a stream that carried output: about as many tokens."""
+    is_answered: bool = False
+    """Whether a replica gave a whole answer, or all of a stream."""
+    limit: str = ""
+    """The measure of the limit that refused it; '' when none did."""
 
 
 class _TryElsewhere(Exception):
@@ -377,6 +383,7 @@ class Dispatcher:
         if held.attempt is not None:
             held.attempt.read_answer(body)
         elapsed_s = self._clock() - record.started_at
+        record.usage, record.is_answered = usage, True  # made and paid for, even if the client takes none of it
         if job.request.generates:
             record.first_byte_s = elapsed_s
         await reply.json(200, body, _answer_headers(job, record, elapsed_s))
@@ -416,9 +423,9 @@ class Dispatcher:
             self._remember(relay.response_id, job, record)
         last = self._clock()
         record.first_byte_s = last - record.started_at
-        if reply.status is None:
-            await reply.start(200, [*_STREAM_HEADERS, *_answer_headers(job, record, record.first_byte_s)])
         try:
+            if reply.status is None:
+                await reply.start(200, [*_STREAM_HEADERS, *_answer_headers(job, record, record.first_byte_s)])
             await reply.chunk(data)
             while not relay.done and (data := await _next_output(response, relay)):
                 now = self._clock()
@@ -431,8 +438,10 @@ class Dispatcher:
                 self._crashed(job, held.replica_id, held.begun_at)
         else:
             complete = relay.done
-        if held.attempt is not None:
-            held.attempt.finished(relay.finish_reasons)
+        finally:
+            record.output_events = relay.events
+            if held.attempt is not None:
+                held.attempt.finished(relay.finish_reasons)
         if not complete:
             held.outcome = Outcome.FAILED
             record.error_code = "upstream_lost"
@@ -449,6 +458,7 @@ class Dispatcher:
     def _settle(self, usage: Usage | None, held: _Held, record: Record) -> None:
         held.outcome = Outcome.OK
         record.usage = held.usage = usage
+        record.is_answered = True
 
 
 async def _first_output(response: UpstreamResponse, relay: EventRelay) -> bytes:

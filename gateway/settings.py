@@ -34,6 +34,7 @@ from pydantic_settings import SettingsError as EnvironmentFault
 from gateway.admin.addresses import AllowList, PortRange, base_url
 from gateway.admin.registry import checked_model, checked_replica_id
 from gateway.keys import checked_label
+from gateway.limits import Quota
 from gateway.server.connection import ListenerLimits
 from router import PolicyName, RoutingSettings
 from router.wire import ReplicaSpec
@@ -231,9 +232,25 @@ class QuotaSettings(_Group):
     usd_per_day: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Needs prices (`models`)."""
 
+    @property
+    def quota(self) -> Quota:
+        return Quota(
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            parallel_requests=self.parallel_requests,
+            tokens_per_day=self.tokens_per_day,
+            usd_per_day=self.usd_per_day,
+        )
+
 
 class LimitSettings(QuotaSettings):
     """Of each key that has no limit of its own. Tenants and models have theirs under `tenants` and `models`."""
+
+    reserved_output_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 512
+    """What an answer without max_tokens is taken to need until its usage is known: too little lets more through than the limit,
+    by what the running answers have beyond it; too much refuses who has room."""
+    hosts: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Gateways that serve the same keys without a Redis between them: each lets its share of every limit through."""
 
 
 class TenantSettings(_Group):

@@ -82,8 +82,8 @@ class Telemetry:
         if ending is None:
             ending = self._add_ending(key)
         ending.count += 1
-        if record.error_code == "rate_limit_exceeded":
-            self._refusals["requests"] += 1
+        if record.limit:
+            self._refusals[record.limit] += 1
         if record.client_retries:
             self._client_retries += 1
         if decision is None:
@@ -250,7 +250,9 @@ class _Counts(Collector):
             "warmpath_upstream_errors", "Tries that a replica failed or refused.", ["model", "reason"], failed
         )
         refusals = {(limit,): n for limit, n in list(telemetry._refusals.items())}
-        yield _counters("warmpath_limit_refusals", "Requests over a limit of their key.", ["limit"], refusals)
+        yield _counters(
+            "warmpath_limit_refusals", "Requests over a limit of their key, tenant or model.", ["limit"], refusals
+        )
         yield _counters(
             "warmpath_client_retries",
             "Requests that a client's SDK says it tried before.",
