@@ -220,6 +220,21 @@ def build_gateway(settings: Settings) -> Gateway:
     )
 
 
+def limit_rules(settings: Settings) -> Rules:
+    """What settings say of quotas and prices."""
+    return Rules(
+        settings.limits.quota,
+        tenants={name: tenant.quota.quota for name, tenant in settings.tenants.items()},
+        models={name: model.quota.quota for name, model in settings.models.items()},
+        prices={
+            name: Price(model.input_usd, model.cached_input_usd, model.output_usd)
+            for name, model in settings.models.items()
+        },
+        reserved_output_tokens=settings.limits.reserved_output_tokens,
+        share=settings.limits.hosts,
+    )
+
+
 def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Tracer:
     export = None
     if settings.exporter == "otlp":
@@ -238,21 +253,6 @@ def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Trac
 
 def _count_nothing(model: str, value: object) -> None:
     """Where metrics are off."""
-
-
-def limit_rules(settings: Settings) -> Rules:
-    """What settings say of quotas and prices."""
-    return Rules(
-        settings.limits.quota,
-        tenants={name: tenant.quota.quota for name, tenant in settings.tenants.items()},
-        models={name: model.quota.quota for name, model in settings.models.items()},
-        prices={
-            name: Price(model.input_usd, model.cached_input_usd, model.output_usd)
-            for name, model in settings.models.items()
-        },
-        reserved_output_tokens=settings.limits.reserved_output_tokens,
-        share=settings.limits.hosts,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import msgspec
 
 from gateway.api_error import ApiError
 from gateway.failures import all_busy, bad_upstream, passed_on, quarantined, unroutable, upstream_error
+from gateway.forwarding import Forwarding
 from gateway.homes import Home, Homes
 from gateway.openai import GenerationRequest, Usage, parse_response, parse_usage
 from gateway.prepare import PreparedPrompt
@@ -421,17 +422,13 @@ class Dispatcher:
         patience.end()
         if isinstance(relay, ResponseRelay) and not job.request.subpath:
             self._remember(relay.response_id, job, record)
-        last = self._clock()
-        record.first_byte_s = last - record.started_at
+        forwarding = Forwarding(relay, reply, job.request.model, self._clock, self._on_gap)
+        record.first_byte_s = forwarding.last_at - record.started_at
         try:
             if reply.status is None:
                 await reply.start(200, [*_STREAM_HEADERS, *_answer_headers(job, record, record.first_byte_s)])
             await reply.chunk(data)
-            while not relay.done and (data := await _next_output(response, relay)):
-                now = self._clock()
-                self._on_gap(job.request.model, now - last)
-                last = now
-                await reply.chunk(data)
+            await forwarding.run(response)
         except UpstreamError as error:
             complete = False
             if isinstance(error, UpstreamClosed):
@@ -440,8 +437,8 @@ class Dispatcher:
             complete = relay.done
         finally:
             record.output_events = relay.events
-            if held.attempt is not None:
-                held.attempt.finished(relay.finish_reasons)
+        if held.attempt is not None:
+            held.attempt.finished(relay.finish_reasons)
         if not complete:
             held.outcome = Outcome.FAILED
             record.error_code = "upstream_lost"

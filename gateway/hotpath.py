@@ -36,7 +36,16 @@ from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS, Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
-from gateway.server.asgi import ClientGone, Header, Reply, header, read_body, request_id, while_connected
+from gateway.server.asgi import (
+    WRITE_EXTENSION,
+    ClientGone,
+    Header,
+    Reply,
+    header,
+    read_body,
+    request_id,
+    while_connected,
+)
 from gateway.spending import Spending
 from gateway.sse import error_event
 from gateway.stored import StoredCall, parse_stored_call
@@ -111,7 +120,7 @@ class HotPath:
             await self._rest(scope, receive, send)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
-        reply = Reply(send, request_id(scope))
+        reply = Reply(send, request_id(scope), scope.get("extensions", {}).get(WRITE_EXTENSION))
         record = Record(
             request_id=reply.request_id,
             endpoint=stored.endpoint if stored else scope["path"],
@@ -149,10 +158,9 @@ class HotPath:
         self, scope: Scope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
     ) -> None:
         key = authenticate(self._access.keys, scope)
-        owner = key.tenant if key is not None else PUBLIC_GROUP
+        owner = record.tenant = key.tenant if key is not None else PUBLIC_GROUP
         if key is not None:
             record.key_id = key.id
-        record.tenant = owner
         caller = self._caller(key, owner)
         if caller.early and (refused := self._access.limiter.look(caller.early)) is not None:
             raise _refuse(refused, reply, record)
