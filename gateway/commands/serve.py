@@ -11,6 +11,7 @@ import uvloop
 
 from gateway.app import run_gateway
 from gateway.keys import KeyStoreError
+from gateway.log_format import JsonFormatter
 from gateway.settings import SettingsError, load_settings, redacted
 
 __all__ = ["serve"]
@@ -56,6 +57,9 @@ def serve(config: Path | None, log_level: str, print_config: bool, **flags: Any)
         click.echo(redacted(settings), nl=False)
         return
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    if settings.log.format == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it tells at length how it starts and stops
     try:
         uvloop.run(run_gateway(settings))

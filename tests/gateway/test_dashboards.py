@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "warmpath.json"
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 
+OPERATING = ROOT / "docs" / "operating.md"
+
 FUNCTIONS = {"sum", "count", "max", "rate", "increase", "histogram_quantile"}
 WORDS = {"and", "or", "unless", "by", "without"}
 OF_THE_SCRAPE = {"instance", "job"}
@@ -101,7 +103,7 @@ def samples_of(*texts: str) -> Samples:
     return found
 
 
-async def served(tmp_path: Path) -> Samples:
+async def served(tmp_path: Path) -> list[str]:
     """What gateway and worker show when they have answered, refused and failed."""
     log = {"access": str(tmp_path / "access.log")}
     async with running(simulated_engine(), TokenizerFiles(kind="trivial")) as worker, stub(says("hi")) as foreign:
@@ -119,7 +121,7 @@ async def served(tmp_path: Path) -> Samples:
             texts = [(await front.admin.get("/metrics")).text]
             async with worker.client() as direct:
                 texts.append((await direct.get("/metrics")).text)
-    return samples_of(*texts)
+    return texts
 
 
 async def _refused_by_a_limit(front: Running, model: str) -> None:
@@ -134,7 +136,7 @@ async def _refused_by_a_limit(front: Running, model: str) -> None:
 
 
 async def test_every_query_names_what_is_there(tmp_path: Path) -> None:
-    samples = await served(tmp_path)
+    samples = samples_of(*await served(tmp_path))
 
     wrong = {place: found for place, query in queries().items() if (found := faults(query, samples))}
 
@@ -217,3 +219,11 @@ def test_prometheus_itself_reads_every_query(tmp_path: Path) -> None:
     for command in (["rules", str(ALERTS)], ["rules", str(every)], ["config", str(settings)]):
         done = subprocess.run([promtool, "check", *command], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_the_tables_of_metrics_are_whole(tmp_path: Path) -> None:
+    names = set(re.findall(r"^# TYPE (?!process_)(\S+)", "\n".join(await served(tmp_path)), re.MULTILINE))
+
+    told = set(re.findall(r"^\| `((?:warmpath_|vllm:)\w+)` \|", OPERATING.read_text(), re.MULTILINE))
+
+    assert told == names
