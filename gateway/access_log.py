@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import threading
 import time
 from collections import deque
@@ -31,8 +32,10 @@ _EVERY_S: Final = 0.1
 interpreter at the same time."""
 _MANY: Final = 1024
 """So many that wait are written at once."""
-_WRITE_BYTES: Final = 4096
+_PIPE_BYTES: Final = 4096
 """A pipe takes so much whole or not at all, so that several processes may write to the same one."""
+_FILE_BYTES: Final = 64 << 10
+"""A file is appended to whole, whatever the size."""
 _CLOSE_S: Final = 2.0
 
 
@@ -141,6 +144,7 @@ class LineWriter:
         self._num_failed = 0
         self._path = target if isinstance(target, Path) else None
         self._fd = target if isinstance(target, int) else _open(target)
+        self._write_bytes = _FILE_BYTES if stat.S_ISREG(os.fstat(self._fd).st_mode) else _PIPE_BYTES
         self._waiting: deque[bytes] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -191,7 +195,7 @@ class LineWriter:
         """What waits, in groups that are written in one go."""
         while self._waiting:
             lines, size = [self._waiting.popleft()], 0
-            while self._waiting and size + len(lines[-1]) + len(self._waiting[0]) <= _WRITE_BYTES:
+            while self._waiting and size + len(lines[-1]) + len(self._waiting[0]) <= self._write_bytes:
                 size += len(lines[-1])
                 lines.append(self._waiting.popleft())
             yield lines
