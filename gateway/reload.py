@@ -22,8 +22,8 @@ _LIVE: Final = frozenset(
         *("probes", "leases", "registry"),
     }
 )
-_NOT_LIVE: Final = frozenset({"routing.index_bytes"})
-"""Within groups that are: the index is laid out for it."""
+_NOT_LIVE: Final = (("routing", "index_bytes"), ("limits", "hosts"))
+"""Within groups that are: the index and the ledger are laid out for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,17 @@ def plan_reload(old: Settings, new: Settings) -> Plan:
     names = tuple(_differences(old, new, ""))
     needs_restart = tuple(name for name in names if not _is_live(name))
     kept = {name: getattr(old, name) for name in type(old).model_fields if name not in _LIVE}
-    routing = new.routing.model_copy(update={"index_bytes": old.routing.index_bytes})
+    for group, name in _NOT_LIVE:
+        kept[group] = getattr(new, group).model_copy(update={name: getattr(getattr(old, group), name)})
     return Plan(
-        settings=new.model_copy(update=kept | {"routing": routing}),
+        settings=new.model_copy(update=kept),
         changed=tuple(name for name in names if name not in needs_restart),
         needs_restart=needs_restart,
     )
 
 
 def _is_live(name: str) -> bool:
-    return name.partition(".")[0] in _LIVE and name not in _NOT_LIVE
+    return name.partition(".")[0] in _LIVE and tuple(name.split(".")) not in _NOT_LIVE
 
 
 def _differences(old: BaseModel, new: BaseModel, prefix: str) -> Iterator[str]:

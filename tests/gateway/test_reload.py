@@ -40,6 +40,7 @@ def test_what_changed_is_named_and_what_needs_a_restart_stays_as_it_was() -> Non
         state_dir="/elsewhere",
         stream={"idle_s": 5},
         routing={"policy": "random", "index_bytes": 1 << 21},
+        limits={"hosts": 2, "tokens_per_minute": 1000},
         aliases={"a": "m"},
         replicas=[{"url": "http://10.0.0.1:8000"}],
         tenants={"blue": {"weight": 2}},
@@ -47,8 +48,17 @@ def test_what_changed_is_named_and_what_needs_a_restart_stays_as_it_was() -> Non
 
     plan = plan_reload(old, new)
 
-    assert set(plan.changed) == {"stream.idle_s", "routing.policy", "aliases", "replicas", "tenants"}
-    assert set(plan.needs_restart) == {*("server.port", "server.open", "admin.key", "state_dir", "routing.index_bytes")}
+    assert set(plan.changed) == {
+        "stream.idle_s",
+        "routing.policy",
+        "limits.tokens_per_minute",
+        "aliases",
+        "replicas",
+        "tenants",
+    }
+    assert set(plan.needs_restart) == {
+        *("server.port", "server.open", "admin.key", "state_dir", "routing.index_bytes", "limits.hosts")
+    }
     assert (plan.settings.server, plan.settings.admin, plan.settings.state_dir) == (
         old.server,
         old.admin,
