@@ -33,7 +33,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings import SettingsError as EnvironmentFault
 
 from gateway.admin.addresses import AllowList, PortRange, base_url
-from gateway.admin.registry import checked_model, checked_replica_id
+from gateway.admin.registry import checked_model, checked_replica_id, replica_id_of
 from gateway.health import ProbeRules
 from gateway.keys import checked_label
 from gateway.limits import Quota
@@ -175,10 +175,7 @@ class ReplicaSettings(_Group):
 
     @property
     def replica_id(self) -> str:
-        if self.id is not None:
-            return self.id
-        _, _, rest = self.url.partition("://")
-        return re.sub(r"[^a-z0-9]+", "-", rest.lower()).strip("-")[:63]
+        return self.id if self.id is not None else replica_id_of(self.url)
 
     @property
     def spec(self) -> ReplicaSpec:

@@ -37,6 +37,7 @@ __all__ = [
     "ReplicaBody",
     "ReplicaList",
     "ReplicaPatch",
+    "ReplicaRequest",
     "RequestRates",
     "State",
     "StateEvent",
@@ -63,6 +64,18 @@ class State(msgspec.Struct, frozen=True):
 class LeaseBody(msgspec.Struct, frozen=True):
     lease_s: float
     lease_expires: float
+
+
+class ReplicaRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A server that speaks OpenAI's API, and is there until somebody removes it or the gateway ends."""
+
+    url: str
+    id: str | None = None
+    """By default made from the URL."""
+    model: str = ""
+    """By default the first one that it lists."""
+    credential: str = ""
+    """Sent to it as its bearer token."""
 
 
 class HeartbeatRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

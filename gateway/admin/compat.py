@@ -12,7 +12,6 @@ and decode workers and gRPC are a 400.
 from __future__ import annotations
 
 import contextlib
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
@@ -22,7 +21,7 @@ from starlette.responses import Response
 
 from gateway.admin.addresses import AddressNotAllowed, pinned_url
 from gateway.admin.context import AdminContext
-from gateway.admin.registry import InvalidReplica, Registrant, RegistryError, ReplicaConflict
+from gateway.admin.registry import InvalidReplica, Registrant, RegistryError, ReplicaConflict, replica_id_of
 from gateway.admin.rest import Call, Endpoint, Needs
 from router import ReplicaView
 from router.wire import ReplicaSpec
@@ -156,7 +155,7 @@ async def _add(context: AdminContext, call: Call, wanted: WorkerRequest) -> Repl
         raise _Refused(
             409, "WORKER_ALREADY_EXISTS", f"Worker already exists at URL '{url}' with ID {_worker_id(there)}."
         )
-    replica_id = re.sub(r"[^a-z0-9]+", "-", url.partition("://")[2]).strip("-")[:63]
+    replica_id = replica_id_of(url)
     spec = ReplicaSpec(url=url, model=wanted.model_id or "", kind="openai", credential=wanted.api_key)
     try:
         context.registry.add_by_hand(replica_id, spec, Registrant(call.caller.id, is_admin=True), context.clock())

@@ -42,6 +42,7 @@ __all__ = [
     "UnknownReplica",
     "checked_model",
     "checked_replica_id",
+    "replica_id_of",
 ]
 
 _log = logging.getLogger("warmpath.registry")
@@ -90,6 +91,11 @@ def checked_replica_id(value: str) -> str:
     if not _ID.fullmatch(value):
         raise InvalidReplica("A replica id has 1 to 63 characters of a-z, 0-9 and -, with no - at its ends.")
     return value
+
+
+def replica_id_of(url: str) -> str:
+    """The id of a replica that was given none."""
+    return re.sub(r"[^a-z0-9]+", "-", url.partition("://")[2].lower()).strip("-")[:63].strip("-")
 
 
 def checked_model(value: str) -> str:

@@ -16,6 +16,7 @@ from gateway.admin.bodies import (
     ReplicaBody,
     ReplicaList,
     ReplicaPatch,
+    ReplicaRequest,
     State,
     drain_body,
     lease_body,
@@ -30,6 +31,7 @@ from gateway.admin.registry import (
     ReplicaConflict,
     ReplicaMismatch,
     UnknownReplica,
+    replica_id_of,
 )
 from gateway.admin.rest import Call, Endpoint, Needs
 from gateway.api_error import ApiError
@@ -74,13 +76,28 @@ def _replica(context: AdminContext, view: ReplicaView) -> ReplicaBody:
     return replica_body(view, lease, drain, context.clock(), context.unix_offset)
 
 
-async def _put_replica(context: AdminContext, call: Call) -> LeaseBody:
-    spec: ReplicaSpec = call.body
+async def _checked_url(context: AdminContext, url: str) -> str:
     try:
-        url = await pinned_url(spec.url, context.allow_list, context.resolve)
+        return await pinned_url(url, context.allow_list, context.resolve)
     except AddressNotAllowed as error:
         raise ApiError(400, "address_not_allowed", f"{error}.".capitalize(), param="url") from error
-    spec = msgspec.structs.replace(spec, url=url)
+
+
+async def _add_replica(context: AdminContext, call: Call) -> ReplicaBody:
+    wanted: ReplicaRequest = call.body
+    url = await _checked_url(context, wanted.url)
+    replica_id = wanted.id if wanted.id is not None else replica_id_of(url)
+    spec = ReplicaSpec(url=url, model=wanted.model, kind="openai", credential=wanted.credential)
+    try:
+        context.registry.add_by_hand(replica_id, spec, _registrant(call), context.clock())
+    except RegistryError as error:
+        raise _refusal(error) from error
+    return _replica(context, _view(context, replica_id))
+
+
+async def _put_replica(context: AdminContext, call: Call) -> LeaseBody:
+    spec: ReplicaSpec = call.body
+    spec = msgspec.structs.replace(spec, url=await _checked_url(context, spec.url))
     try:
         lease = context.registry.put(call.path["replica_id"], spec, _registrant(call), context.clock())
     except RegistryError as error:
@@ -180,6 +197,16 @@ REPLICA_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         handle=_delete_replica,
         query={"force": "'true' removes the last healthy replica of a model as well"},
         answer=State,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/v1/replicas",
+        needs=Needs.ADMIN,
+        summary="Add an OpenAI-compatible server by hand, without a lease",
+        handle=_add_replica,
+        body=ReplicaRequest,
+        answer=ReplicaBody,
+        status=201,
     ),
     Endpoint(
         method="GET",

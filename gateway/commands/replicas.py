@@ -172,17 +172,16 @@ def _path(replica_id: str, more: str = "") -> str:
 
 
 @replicas.command("add")
-@click.argument("replica_id")
 @click.argument("url")
-@click.option("--model", required=True, help="As it lists it.")
-@click.option("--lease", "lease_s", default=15.0, show_default=True, help="Seconds; renew it by adding it again.")
+@click.option("--id", "replica_id", help="By default made from the URL.")
+@click.option("--model", default="", help="By default the first one that it lists.")
 @click.option("--credential", default="", envvar="WARMPATH_REPLICA_CREDENTIAL", help="Sent to it as bearer token.")
 @click.pass_context
-def add(context: click.Context, replica_id: str, url: str, model: str, lease_s: float, credential: str) -> None:
-    """Register an OpenAI-compatible server, for as long as a lease runs."""
-    body = {"url": url, "model": model, "kind": "openai", "lease_s": lease_s, "credential": credential}
-    lease = _admin(context).call("PUT", _path(replica_id), body)
-    click.echo(f"{replica_id} registered for {lease['lease_s']:g} s")
+def add(context: click.Context, url: str, replica_id: str | None, model: str, credential: str) -> None:
+    """Add an OpenAI-compatible server, until it is removed or the gateway ends."""
+    body = {"url": url, "id": replica_id, "model": model, "credential": credential}
+    added = _admin(context).call("POST", "/replicas", body)
+    click.echo(f"{added['id']} added; it gets requests once it is found healthy")
 
 
 @replicas.command("remove")

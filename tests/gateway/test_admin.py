@@ -682,6 +682,28 @@ async def test_what_did_not_change_looks_the_same_although_clocks_are_never_read
     assert replica_bodies(shaky) == replica_bodies(admin.context)
 
 
+async def test_an_operator_adds_a_server_that_stays(admin: Admin) -> None:
+    added = await admin.call(
+        "POST", "/admin/v1/replicas", json={"url": "http://127.0.0.1:8100", "credential": "s3cret"}
+    )
+    again = await admin.call("POST", "/admin/v1/replicas", json={"url": "http://127.0.0.1:8100"})
+    outside = await admin.call("POST", "/admin/v1/replicas", json={"url": "http://10.0.0.1:8100"})
+    odd = await admin.call("POST", "/admin/v1/replicas", json={"url": "http://127.0.0.1:8101", "id": "../x"})
+
+    assert added.status_code == 201
+    assert (added.json()["id"], added.json()["kind"], added.json()["lease_expires"]) == (
+        "127-0-0-1-8100",
+        "openai",
+        None,
+    )
+    assert "s3cret" not in added.text
+    assert [(answer.status_code, error_of(answer)["code"]) for answer in (again, outside, odd)] == [
+        (409, "replica_conflict"),
+        (400, "address_not_allowed"),
+        (400, "invalid_value"),
+    ]
+
+
 async def test_an_operator_ends_a_models_service_only_on_purpose(admin: Admin) -> None:
     for replica_id in ("w1", "w2"):
         await admin.register(replica_id)

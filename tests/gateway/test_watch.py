@@ -180,6 +180,17 @@ async def test_a_health_check_that_hangs_is_a_bad_answer(watched: Watched) -> No
         await watched.until(lambda view: not view.healthy)
 
 
+async def test_a_probe_follows_no_redirect(watched: Watched) -> None:
+    async with stub(says("hi")) as replica:
+        replica.health = [302]
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
+
+        await eventually(lambda: replica.asked.count("/health") > 2)
+
+        assert set(replica.asked) == {"/health"}
+        assert not watched.view.healthy
+
+
 async def test_probes_carry_the_replicas_credential(watched: Watched) -> None:
     async with stub(says("hi")) as replica:
         watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai", credential="s3cret"))
