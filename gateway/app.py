@@ -30,11 +30,13 @@ from gateway.admin.addresses import resolve_host
 from gateway.admin.context import AdminContext
 from gateway.admin.registry import Registry
 from gateway.admin.routes import admin_app
+from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.keys import KeyKind, KeyStore
+from gateway.keys.opening import open_key_store
 from gateway.limits import RequestLimiter
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
@@ -80,12 +82,14 @@ class Gateway:
             self.registry.add_static(replica.replica_id, replica.spec, time.monotonic())
         expiring = asyncio.create_task(self._expire_leases())
         try:
-            yield
+            async with self.keys.following():
+                yield
         finally:
             expiring.cancel()
             await asyncio.gather(expiring, return_exceptions=True)
             await self.watcher.aclose()
             await self.upstream.aclose()
+            await self.keys.aclose()
             self.executor.shutdown(wait=False, cancel_futures=True)
 
     async def _expire_leases(self) -> None:
@@ -94,10 +98,10 @@ class Gateway:
             self.registry.expire(time.monotonic())
 
 
-def build_gateway(settings: Settings) -> Gateway:
-    """Raises `KeyStoreError` or OSError when the state folder cannot be used."""
+def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
+    """`Gateway.background` closes `keys`."""
     clock = time.monotonic
-    keys = KeyStore.open(settings.state_dir)
+    authenticator = None if settings.server.open else Authenticator(keys, clock=clock, wall_clock=time.time)
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
     router = Router(settings.routing.router_settings)
     upstream = Http1Upstream()
@@ -125,12 +129,12 @@ def build_gateway(settings: Settings) -> Gateway:
         public_app(
             router,
             cards,
-            None if settings.server.open else keys,
+            authenticator,
             unix_time=lambda moment: moment + time.time() - clock(),
         ),
         router=router,
         access=Access(
-            keys=None if settings.server.open else keys,
+            authenticator=authenticator,
             limiter=RequestLimiter(settings.limits.requests_per_minute),
             salt_for=keys.salt_for,
         ),
@@ -219,14 +223,14 @@ def _unready(router: Router) -> str | None:
 
 
 async def run_gateway(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises OSError for a port in use."""
+    """Serve until SIGINT or SIGTERM. Raises OSError for a port in use and `KeyStoreError` when the keys cannot be had."""
     raise_descriptor_limit()
     with (
         _listen(settings.server.host, settings.server.port) as public_socket,
         _listen(settings.admin.host, settings.admin.port) as admin_socket,
     ):
-        gateway = build_gateway(settings)
-        _first_keys(gateway.keys, settings)
+        gateway = build_gateway(settings, await open_key_store(settings))
+        await _first_keys(gateway.keys, is_open=settings.server.open)
         grace_s = settings.server.grace_s
         servers = [
             _server(gateway.public, Listener(settings.server.limits), grace_s),
@@ -294,14 +298,11 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         yield listening
 
 
-def _first_keys(keys: KeyStore, settings: Settings) -> None:
-    """Take the keys of the operator's choice; where there are none at all, make them and show them, once."""
-    if settings.admin.key is not None:
-        keys.adopt(settings.admin.key.get_secret_value(), "admin", name="settings")
-    if settings.admin.join_token is not None:
-        keys.adopt(settings.admin.join_token.get_secret_value(), "join", name="settings")
+async def _first_keys(keys: KeyStore, *, is_open: bool) -> None:
+    """Where there are none at all, make them and show them, once."""
     wanted: dict[KeyKind, str] = {"admin": "admin key", "join": "join token for workers", "client": "client key"}
+    if is_open:
+        del wanted["client"]
     for kind, what in wanted.items():
-        if not keys.usable(kind) and not (kind == "client" and settings.server.open):
-            _, text = keys.create(kind, name="first")
+        if (text := await keys.create_first(kind, name="first")) is not None:
             click.echo(f"{what} (shown this once): {text}")

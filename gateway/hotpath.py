@@ -12,13 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, cast
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from gateway.api_error import ApiError
+from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Job, Record
 from gateway.failures import unroutable, unsupported
 from gateway.homes import Home, Homes
-from gateway.keys import KeyRecord, KeyStore
+from gateway.keys import KeyRecord, Scope
 from gateway.limits import Refused, RequestLimiter, limit_headers
 from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS, Endpoint, GenerationRequest, parse_request
@@ -38,6 +40,15 @@ PUBLIC_GROUP: Final = "public"
 """The sharing group, and the tenant, of everyone when the gateway is open."""
 _OWN_WORKERS_LACK: Final = frozenset({"/v1/embeddings", "/v1/responses"})
 _TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
+_SCOPES: Final[dict[str, Scope]] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "tokenize",
+}
+"""What a key needs for each of `ENDPOINTS`."""
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
 _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
@@ -46,9 +57,9 @@ _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use the gateway. `keys` is None when it is open to everyone who reaches it."""
+    """Who may use the gateway. `authenticator` is None when it is open to everyone who reaches it."""
 
-    keys: KeyStore | None
+    authenticator: Authenticator | None
     limiter: RequestLimiter
     salt_for: Callable[[str], str]
 
@@ -84,7 +95,7 @@ class HotPath:
         self.in_flight = 0
         """Requests being answered."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         if path in ENDPOINTS and scope["method"] == "POST":
             await self._handle(scope, receive, send, None)
@@ -93,7 +104,7 @@ class HotPath:
         else:
             await self._rest(scope, receive, send)
 
-    async def _handle(self, scope: Scope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
+    async def _handle(self, scope: AsgiScope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
         reply = Reply(send, request_id(scope))
         record = Record(
             request_id=reply.request_id, endpoint=stored.endpoint if stored else scope["path"], started_at=self._clock()
@@ -124,9 +135,9 @@ class HotPath:
             self._on_finish(record)
 
     async def _answer(
-        self, scope: Scope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
+        self, scope: AsgiScope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
     ) -> None:
-        key = authenticate(self._access.keys, scope)
+        key = authenticate(self._access.authenticator, scope, _SCOPES[record.endpoint])
         if key is not None:
             record.key_id = key.id
             self._spend(key, reply)
@@ -140,7 +151,7 @@ class HotPath:
             request = parse_request(cast(Endpoint, scope["path"]), body, open_access=key is None)
             if request.follows is not None and (known := self._home(owner, request.follows)) is not None:
                 home = known.replica_id if known.model == request.model else None
-        pool = self._pool(request)
+        pool = self._pool(request, key)
         record.model = request.model
         salt = self._access.salt_for(key.group if key is not None else PUBLIC_GROUP)
         async with while_connected(scope, receive, reply):
@@ -181,7 +192,7 @@ class HotPath:
             raise ApiError(400, "context_length_exceeded", message, param=param)
 
     def _spend(self, key: KeyRecord, reply: Reply) -> None:
-        verdict = self._access.limiter.try_acquire(key.id, key.requests_per_minute, self._clock())
+        verdict = self._access.limiter.try_acquire(key.id, key.limits.requests_per_minute, self._clock())
         if verdict is None:
             return
         reply.headers += limit_headers(verdict)
@@ -208,9 +219,11 @@ class HotPath:
         except UnknownReplica:
             return None
 
-    def _pool(self, request: GenerationRequest) -> Pool:
+    def _pool(self, request: GenerationRequest, key: KeyRecord | None) -> Pool:
         pool = self._router.pool(request.model)
-        if pool is None:
+        if pool is None or (
+            key is not None and not key.may_ask(request.model)
+        ):  # one answer: nobody learns what there is
             raise unroutable(self._router.unserved(), request.model)
         if pool.key_space == "tokens" and request.endpoint in _OWN_WORKERS_LACK:
             raise unsupported(request)
@@ -223,20 +236,19 @@ def _error_event(endpoint: str, error: ApiError) -> bytes:
     return error_event(error.message, code=error.code, type_=error.type)
 
 
-def authenticate(keys: KeyStore | None, scope: Scope) -> KeyRecord | None:
-    """The caller's key; None when the gateway is open. Raises `ApiError` 401 for everything that is no valid key."""
-    if keys is None:
+def authenticate(authenticator: Authenticator | None, scope: AsgiScope, needs: Scope) -> KeyRecord | None:
+    """The caller's key; None when the gateway is open. Raises `ApiError`: 401 for everything that is no valid client key, 403
+    for one that may not use what it `needs` here.
+    """
+    if authenticator is None:
         return None
-    try:
-        key = keys.verify(header(scope, b"authorization") or b"", "client")
-    except ApiError:
-        key = None
-    if key is None:
-        raise ApiError(401, "invalid_api_key", "Incorrect API key provided.")
+    key = authenticator.client(scope)
+    if not key.may_use(needs):
+        raise ApiError(403, "insufficient_permissions", f"This key does not have the scope '{needs}'.")
     return key
 
 
-def _require_json(scope: Scope) -> None:
+def _require_json(scope: AsgiScope) -> None:
     kind = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise ApiError(415, "unsupported_media_type", "The body must be sent as 'content-type: application/json'.")
