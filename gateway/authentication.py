@@ -72,7 +72,7 @@ class Authenticator:
         self._failures = failures if failures is not None else FailureCounter()
 
     def client(self, scope: Scope) -> KeyRecord:
-        """The client key of a request. Raises `ApiError`: 401 for everything else, 429 where an address sends little but that."""
+        """The client key of a request. Raises `ApiError`: 401 for everything else, 429 where there is too much of that."""
         return self._found(scope, "client", "Incorrect API key provided.")
 
     def any(self, scope: Scope) -> KeyRecord:

@@ -36,7 +36,8 @@ from pydantic_settings import SettingsError as EnvironmentFault
 
 from gateway.admin.addresses import AllowList, PortRange, base_url
 from gateway.admin.registry import checked_model, checked_replica_id
-from gateway.keys import GivenKey, Quota, Scope, checked_label, checked_pattern
+from gateway.keys import GivenKey, Scope, checked_label, checked_pattern
+from gateway.limits import Quota
 from gateway.server.connection import ListenerLimits
 from router import PolicyName, RoutingSettings
 from router.wire import ReplicaSpec

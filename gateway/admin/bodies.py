@@ -12,7 +12,8 @@ import msgspec
 
 from gateway.admin.registry import Drain, Lease
 from gateway.dispatch import Record
-from gateway.keys import KeyKind, KeyRecord, Label, ModelPattern, Quota, Scope
+from gateway.keys import KeyKind, KeyRecord, Label, ModelPattern, Scope
+from gateway.limits import Quota
 from router import Candidate, Decision, ReplicaView
 
 __all__ = [

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 import msgspec
 
 from gateway.keys.texts import KeyKind
+from gateway.limits import Quota
 
 __all__ = [
     "ALL_SCOPES",
@@ -24,7 +25,6 @@ __all__ = [
     "KeySource",
     "Label",
     "ModelPattern",
-    "Quota",
     "Records",
     "Scope",
     "UnknownKey",
@@ -57,16 +57,6 @@ MAX_LIVE: Final = 2
 """Of one kind, tenant and name: the one in use, and its successor."""
 MAX_RECORDS: Final = 10_000
 """Each change writes all of them, about 300 bytes each."""
-
-
-class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What somebody may use. None is no limit of its own."""
-
-    requests_per_minute: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
-    tokens_per_minute: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None = None
-    parallel_requests: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
-    tokens_per_day: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)] | None = None
-    usd_per_day: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
 
 
 def checked_label(value: str) -> str:

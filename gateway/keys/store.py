@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
@@ -26,7 +27,6 @@ import msgspec
 from gateway.keys.records import (
     KeyConflict,
     KeyRecord,
-    Quota,
     Records,
     Scope,
     UnknownKey,
@@ -40,6 +40,7 @@ from gateway.keys.records import (
 from gateway.keys.ring import KeyRing, KeySecrets
 from gateway.keys.sealed import Sealed, SealError, seal, unseal
 from gateway.keys.texts import PREFIXES, KeyKind, new_id, new_text, parse_text
+from gateway.limits import Quota
 
 __all__ = ["POLL_S", "GivenKey", "KeyStorage", "KeyStore", "KeyStoreError", "version_of"]
 
@@ -48,7 +49,8 @@ _log = logging.getLogger("warmpath.keys")
 POLL_S: Final = 1.0
 _CHANGE_S: Final = 3.0
 """A change that takes longer is given up: an operator waits for it."""
-_ATTEMPTS: Final = 8
+_BACK_OFF_S: Final = 0.02
+"""At most, before a change is tried again because another gateway was first: a few round trips."""
 
 T = TypeVar("T")
 
@@ -330,14 +332,14 @@ class KeyStore:
     async def _apply(self, change: Callable[[Records], tuple[Records, T]]) -> T:
         try:
             async with asyncio.timeout(_CHANGE_S), self._change:
-                for _ in range(_ATTEMPTS):
+                while True:
                     records, result = change(self._stored.records)
                     if records is self._stored.records or await self._replace(records):
                         return result
+                    await asyncio.sleep(random.uniform(0, _BACK_OFF_S))  # noqa: S311 - so that two do not stay in step
                     await self._catch_up()
         except TimeoutError:
-            raise KeyStoreError(f"{self._storage.place} does not answer") from None
-        raise KeyStoreError(f"others keep changing {self._storage.place}")
+            raise KeyStoreError(f"{self._storage.place} does not answer, or others keep changing it") from None
 
     async def _replace(self, records: Records) -> bool:
         new = Sealed(self._stored.revision + 1, records)

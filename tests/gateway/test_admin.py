@@ -18,7 +18,8 @@ from gateway.admin.rest import Endpoint, Needs
 from gateway.admin.routes import ENDPOINTS, admin_app
 from gateway.api_error import ApiError
 from gateway.dispatch import Record
-from gateway.keys import KeyRecord, KeyStore
+from gateway.keys import KeyKind, KeyRecord
+from gateway.keys.opening import open_key_store
 from gateway.settings import Settings, load_settings
 from gateway.telemetry import Telemetry
 from router import Candidate, Decision, Outcome, Query, Router, Trust
@@ -87,9 +88,9 @@ def a_decision() -> Decision:
     return Decision("w1", 32, 100, "longest_match", 2.0, "cost", (candidate,))
 
 
-def build(folder: Path, settings: Settings | None = None, resolve: Resolve = resolve_host) -> Admin:
+async def build(folder: Path, settings: Settings | None = None, resolve: Resolve = resolve_host) -> Admin:
     now = [100.0]
-    keys = KeyStore.open(folder, clock=lambda: now[0] + WALL_OFFSET)
+    keys = await open_key_store(Settings(state_dir=folder), clock=lambda: now[0] + WALL_OFFSET)
     router = Router()
     explain = Explain()
     records: list[Record] = []
@@ -115,13 +116,14 @@ def build(folder: Path, settings: Settings | None = None, resolve: Resolve = res
         wall_clock=lambda: now[0] + WALL_OFFSET,
         version="1.2.3",
     )
-    texts = {kind: keys.create(kind, name=kind)[1] for kind in ("client", "admin", "join")}
+    kinds: tuple[KeyKind, ...] = ("client", "admin", "join")
+    texts: dict[str, str] = {kind: (await keys.create(kind, name=kind))[1] for kind in kinds}
     return Admin(admin_app(context), context, texts, now, explain.asked, records, not_ready)
 
 
 @pytest.fixture
-def admin(tmp_path: Path) -> Admin:
-    return build(tmp_path)
+async def admin(tmp_path: Path) -> Admin:
+    return await build(tmp_path)
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -156,9 +158,9 @@ async def test_without_a_key_nothing_is_answered(admin: Admin, endpoint: Endpoin
 @keyed
 async def test_an_invented_expired_or_revoked_key_is_no_key(admin: Admin, endpoint: Endpoint[AdminContext]) -> None:
     keys = admin.context.keys
-    expired = keys.create("admin", name="old", expires=1.0)[1]
-    record, revoked = keys.create("admin", name="gone")
-    keys.revoke(record.id)
+    expired = (await keys.create("admin", name="old", expires=1.0))[1]
+    record, revoked = await keys.create("admin", name="gone")
+    await keys.revoke(record.id)
 
     for text in ("x", "null", "wpa-abcdefghij-" + "x" * 43, admin.keys["admin"][:-1], expired, revoked):
         answer = await admin.call(endpoint.method, path_of(endpoint), key=text, json={})
@@ -307,7 +309,7 @@ async def test_only_json_is_read(admin: Admin, kind: str) -> None:
     answer = await admin.call("POST", "/admin/v1/keys", content=b'{"name": "x"}', headers={"content-type": kind})
 
     assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_media_type")
-    assert len(admin.context.keys.records()) == 3
+    assert len(admin.context.keys.ring.records()) == 3
 
 
 async def test_a_body_without_an_announced_length_is_counted_while_it_comes(admin: Admin) -> None:
@@ -363,7 +365,7 @@ async def test_a_caller_who_leaves_while_sending_changes_nothing(admin: Admin) -
 
     await send_raw(admin.app, admin.keys["admin"], messages)
 
-    assert len(admin.context.keys.records()) == 3
+    assert len(admin.context.keys.ring.records()) == 3
 
 
 # --- replicas
@@ -521,7 +523,7 @@ async def test_what_was_checked_is_what_will_be_called(tmp_path: Path) -> None:
     async def resolve(host: str, port: int) -> Sequence[Address]:
         return await resolve_host("10.0.0.7", port)
 
-    admin = build(tmp_path, load_settings(flags={"registry": {"networks": ["10.0.0.0/8"]}}), resolve)
+    admin = await build(tmp_path, load_settings(flags={"registry": {"networks": ["10.0.0.0/8"]}}), resolve)
 
     await admin.register(url="http://rebinding.example:8100")
 
@@ -547,7 +549,7 @@ async def test_an_odd_registration_is_refused(admin: Admin, change: dict[str, An
 
 async def test_an_id_cannot_be_taken_over(admin: Admin) -> None:
     await admin.register()
-    admin.keys["other"] = admin.context.keys.create("join", name="other")[1]
+    admin.keys["other"] = (await admin.context.keys.create("join", name="other"))[1]
 
     taken = await admin.register(key="other")
     moved = await admin.register(url="http://127.0.0.1:8102", epoch="e2")
@@ -634,12 +636,12 @@ async def test_a_new_key_is_shown_once_and_works(admin: Admin) -> None:
     made = await admin.call(
         "POST",
         "/admin/v1/keys",
-        json={"name": "ci", "tenant": "blue", "debug": True, "expires_in_s": 60, "requests_per_minute": 5},
+        json={"name": "ci", "tenant": "blue", "debug": True, "expires_in_s": 60, "limits": {"requests_per_minute": 5}},
     )
     listed = await admin.call("GET", "/admin/v1/keys")
 
     text = made.json()["key"]
-    record = admin.context.keys.verify(f"Bearer {text}".encode(), "client")
+    record = admin.context.keys.ring.verify(f"Bearer {text}".encode(), "client", WALL_OFFSET + 100)
     assert made.status_code == 201
     assert made.headers["cache-control"] == "no-store"
     assert isinstance(record, KeyRecord)
@@ -652,8 +654,17 @@ async def test_a_new_key_is_shown_once_and_works(admin: Admin) -> None:
         "created": WALL_OFFSET + 100,
         "expires": WALL_OFFSET + 160,
         "debug": True,
-        "requests_per_minute": 5,
+        "scopes": [],
+        "models": [],
+        "limits": {
+            "requests_per_minute": 5,
+            "tokens_per_minute": None,
+            "parallel_requests": None,
+            "tokens_per_day": None,
+            "usd_per_day": None,
+        },
         "revoked": False,
+        "source": "api",
     }
     assert text not in listed.text
     assert record.digest not in listed.text
@@ -670,7 +681,7 @@ async def test_a_revoked_key_is_refused_at_once(admin: Admin) -> None:
 
 
 async def test_the_last_admin_key_cannot_lock_everybody_out(admin: Admin) -> None:
-    (mine,) = admin.context.keys.usable("admin")
+    (mine,) = admin.context.keys.ring.usable("admin", WALL_OFFSET + 100)
 
     answer = await admin.call("DELETE", f"/admin/v1/keys/{mine.id}")
 
@@ -687,8 +698,14 @@ async def test_the_last_admin_key_cannot_lock_everybody_out(admin: Admin) -> Non
         {"name": "x" * 64},
         {"tenant": "../x"},
         {"kind": "root"},
-        {"requests_per_minute": 0},
-        {"requests_per_minute": 1.5},
+        {"limits": {"requests_per_minute": 0}},
+        {"limits": {"requests_per_minute": 1.5}},
+        {"limits": {"requests": 1}},
+        {"scopes": ["everything"]},
+        {"models": ["a b"]},
+        {"models": ["a\n"]},
+        {"source": "settings"},
+        {"revoked": False},
         {"expires_in_s": -1},
         {"id": "mine"},
         {"digest": "00"},
@@ -698,7 +715,7 @@ async def test_an_odd_key_is_refused(admin: Admin, change: dict[str, Any]) -> No
     answer = await admin.call("POST", "/admin/v1/keys", json={"name": "x"} | change)
 
     assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_value")
-    assert len(admin.context.keys.records()) == 3
+    assert len(admin.context.keys.ring.records()) == 3
 
 
 async def test_keys_made_at_the_same_time_are_all_kept(admin: Admin) -> None:
@@ -706,17 +723,17 @@ async def test_keys_made_at_the_same_time_are_all_kept(admin: Admin) -> None:
         made = await asyncio.gather(*(client.post("/admin/v1/keys", json={"name": f"k{n}"}) for n in range(10)))
 
     assert {answer.status_code for answer in made} == {201}
-    assert len(admin.context.keys.records()) == 13
+    assert len(admin.context.keys.ring.records()) == 13
 
 
-async def test_a_full_disk_is_a_500_in_shape_and_makes_no_key(admin: Admin, tmp_path: Path) -> None:
+async def test_a_full_disk_is_a_503_in_shape_and_makes_no_key(admin: Admin, tmp_path: Path) -> None:
     (tmp_path / "keys.json").unlink()
     (tmp_path / "keys.json").mkdir()  # cannot be replaced by a file
 
     answer = await admin.call("POST", "/admin/v1/keys", json={"name": "x"})
 
-    assert (answer.status_code, error_of(answer)["code"]) == (500, "storage_failed")
-    assert len(admin.context.keys.records()) == 3
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "storage_unavailable")
+    assert len(admin.context.keys.ring.records()) == 3
 
 
 # --- how it decides, how it is
@@ -782,7 +799,7 @@ async def test_decisions_tell_how_recent_requests_were_routed(admin: Admin) -> N
 
 
 async def test_the_settings_in_force_are_shown_without_secrets(tmp_path: Path) -> None:
-    admin = build(
+    admin = await build(
         tmp_path,
         load_settings(flags={"admin": {"key": "s3cret"}, "replicas": [{"url": "http://h:1", "credential": "s3cret"}]}),
     )
