@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib.metadata
 import logging
+import math
 import random
 import signal
 import socket
@@ -37,7 +38,7 @@ from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.keys import KeyKind, KeyStore
 from gateway.keys.opening import open_key_store
-from gateway.limits import RequestLimiter
+from gateway.limits import Ledger, Limiter, LocalLimiter, Price, Rules
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
@@ -74,6 +75,7 @@ class Gateway:
     watcher: Watcher
     upstream: Http1Upstream
     executor: ThreadPoolExecutor
+    limiter: Limiter
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
@@ -118,6 +120,7 @@ def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
         stop_watch=watcher.stop,
     )
     telemetry = Telemetry()
+    limiter = LocalLimiter(Ledger(hold_s=math.inf), clock, time.time)
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
 
     def finished(record: Record) -> None:
@@ -135,7 +138,8 @@ def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
         router=router,
         access=Access(
             authenticator=authenticator,
-            limiter=RequestLimiter(settings.limits.requests_per_minute),
+            rules=limit_rules(settings),
+            limiter=limiter,
             salt_for=keys.salt_for,
         ),
         cards=cards,
@@ -179,7 +183,22 @@ def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
-    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor)
+    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor, limiter)
+
+
+def limit_rules(settings: Settings) -> Rules:
+    """What settings say of quotas and prices."""
+    return Rules(
+        settings.limits.quota,
+        tenants={name: tenant.quota.quota for name, tenant in settings.tenants.items()},
+        models={name: model.quota.quota for name, model in settings.models.items()},
+        prices={
+            name: Price(model.input_usd, model.cached_input_usd, model.output_usd)
+            for name, model in settings.models.items()
+        },
+        reserved_output_tokens=settings.limits.reserved_output_tokens,
+        share=settings.limits.hosts,
+    )
 
 
 @dataclass(frozen=True, slots=True)

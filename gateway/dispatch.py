@@ -21,6 +21,7 @@ import msgspec
 
 from gateway.api_error import ApiError
 from gateway.failures import all_busy, bad_upstream, passed_on, quarantined, unroutable, upstream_error
+from gateway.forwarding import Forwarding
 from gateway.homes import Home, Homes
 from gateway.openai import GenerationRequest, Usage, parse_response, parse_usage
 from gateway.prepare import PreparedPrompt
@@ -99,6 +100,12 @@ class Record:
     """Of a generated answer; None of any other."""
     duration_s: float = 0.0
     usage: Usage | None = None
+    output_events: int = 0
+    """Events of a stream that carried output: about as many tokens."""
+    is_answered: bool = False
+    """Whether a replica gave a whole answer, or all of a stream."""
+    limit: str = ""
+    """The measure of the limit that refused it; '' when none did."""
 
 
 class _TryElsewhere(Exception):
@@ -348,6 +355,7 @@ class Dispatcher:
             raise held.failed(error) from error
         held.answered()
         elapsed_s = self._clock() - record.started_at
+        record.usage, record.is_answered = usage, True  # made and paid for, even if the client takes none of it
         if job.request.generates:
             record.first_byte_s = elapsed_s
         await reply.json(200, body, _answer_headers(job, record, elapsed_s))
@@ -383,23 +391,21 @@ class Dispatcher:
         patience.end()
         if isinstance(relay, ResponseRelay) and not job.request.subpath:
             self._remember(relay.response_id, job, record)
-        last = self._clock()
-        record.first_byte_s = last - record.started_at
-        if reply.status is None:
-            await reply.start(200, [*_STREAM_HEADERS, *_answer_headers(job, record, record.first_byte_s)])
+        forwarding = Forwarding(relay, reply, job.request.model, self._clock, self._on_gap)
+        record.first_byte_s = forwarding.last_at - record.started_at
         try:
+            if reply.status is None:
+                await reply.start(200, [*_STREAM_HEADERS, *_answer_headers(job, record, record.first_byte_s)])
             await reply.chunk(data)
-            while not relay.done and (data := await _next_output(response, relay)):
-                now = self._clock()
-                self._on_gap(job.request.model, now - last)
-                last = now
-                await reply.chunk(data)
+            await forwarding.run(response)
         except UpstreamError as error:
             complete = False
             if isinstance(error, UpstreamClosed):
                 self._crashed(job, held.replica_id, held.begun_at)
         else:
             complete = relay.done
+        finally:
+            record.output_events = relay.events
         if not complete:
             held.outcome = Outcome.FAILED
             record.error_code = "upstream_lost"
@@ -416,6 +422,7 @@ class Dispatcher:
     def _settle(self, usage: Usage | None, held: _Held, record: Record) -> None:
         held.outcome = Outcome.OK
         record.usage = held.usage = usage
+        record.is_answered = True
 
 
 async def _first_output(response: UpstreamResponse, relay: EventRelay) -> bytes:

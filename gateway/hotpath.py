@@ -1,7 +1,8 @@
 """The routes of the data path as raw ASGI: who, how much, what, then `gateway.dispatch`.
 
-Order matters: a request without a valid key costs no body read, one over its limit costs no tokenizing, and a refused one
-costs nothing upstream. Whatever goes wrong becomes one answer in OpenAI's shape here, at the edge.
+Order matters: a request without a valid key costs no body read, nor does one whose key has no requests left; what it takes of
+its limits is known, and taken, once its prompt is; a refused one takes nothing, and costs nothing upstream. Whatever goes wrong
+becomes one answer in OpenAI's shape here, at the edge.
 """
 
 from __future__ import annotations
@@ -12,21 +13,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, cast
 
-from starlette.types import ASGIApp, Receive, Send
-from starlette.types import Scope as AsgiScope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api_error import ApiError
 from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Job, Record
 from gateway.failures import unroutable, unsupported
 from gateway.homes import Home, Homes
-from gateway.keys import KeyRecord, Scope
-from gateway.limits import Refused, RequestLimiter, limit_headers
+from gateway.keys import KeyRecord, KeyScope
+from gateway.limits import (
+    LOCAL_HEADER,
+    Caller,
+    Limiter,
+    Refused,
+    Rules,
+    limit_headers,
+    refusal_error,
+    refusal_headers,
+)
 from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS, Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
-from gateway.server.asgi import ClientGone, Reply, header, read_body, request_id, while_connected
+from gateway.server.asgi import (
+    WRITE_EXTENSION,
+    ClientGone,
+    Reply,
+    header,
+    read_body,
+    request_id,
+    while_connected,
+)
+from gateway.spending import Spending
 from gateway.sse import error_event
 from gateway.stored import StoredCall, parse_stored_call
 from gateway.tokenizing import Tokenizing
@@ -40,7 +58,7 @@ PUBLIC_GROUP: Final = "public"
 """The sharing group, and the tenant, of everyone when the gateway is open."""
 _OWN_WORKERS_LACK: Final = frozenset({"/v1/embeddings", "/v1/responses"})
 _TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
-_SCOPES: Final[dict[str, Scope]] = {
+_SCOPES: Final[dict[str, KeyScope]] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/responses": "responses",
@@ -60,7 +78,8 @@ class Access:
     """Who may use the gateway. `authenticator` is None when it is open to everyone who reaches it."""
 
     authenticator: Authenticator | None
-    limiter: RequestLimiter
+    rules: Rules
+    limiter: Limiter
     salt_for: Callable[[str], str]
 
 
@@ -95,7 +114,7 @@ class HotPath:
         self.in_flight = 0
         """Requests being answered."""
 
-    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         if path in ENDPOINTS and scope["method"] == "POST":
             await self._handle(scope, receive, send, None)
@@ -104,8 +123,8 @@ class HotPath:
         else:
             await self._rest(scope, receive, send)
 
-    async def _handle(self, scope: AsgiScope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
-        reply = Reply(send, request_id(scope))
+    async def _handle(self, scope: Scope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
+        reply = Reply(send, request_id(scope), scope.get("extensions", {}).get(WRITE_EXTENSION))
         record = Record(
             request_id=reply.request_id, endpoint=stored.endpoint if stored else scope["path"], started_at=self._clock()
         )
@@ -135,13 +154,15 @@ class HotPath:
             self._on_finish(record)
 
     async def _answer(
-        self, scope: AsgiScope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
+        self, scope: Scope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
     ) -> None:
         key = authenticate(self._access.authenticator, scope, _SCOPES[record.endpoint])
+        owner = key.tenant if key is not None else PUBLIC_GROUP
         if key is not None:
             record.key_id = key.id
-            self._spend(key, reply)
-        owner = key.tenant if key is not None else PUBLIC_GROUP
+        caller = self._caller(key, owner)
+        if caller.early and (refused := self._access.limiter.look(caller.early)) is not None:
+            raise _refuse(refused, reply, record)
         home = None
         if stored is not None:
             request, home = self._find(stored, owner)
@@ -154,13 +175,11 @@ class HotPath:
         pool = self._pool(request, key)
         record.model = request.model
         salt = self._access.salt_for(key.group if key is not None else PUBLIC_GROUP)
-        async with while_connected(scope, receive, reply):
-            if request.endpoint in _TOKENIZING and (tokens := await self._tokenizing.answer(request, pool)) is not None:
-                await reply.json(200, tokens)
-                return
-            job = Job(
+
+        def job(prompt: PreparedPrompt) -> Job:
+            return Job(
                 request=request,
-                prompt=await self._prompt(request, pool, salt),
+                prompt=prompt,
                 salt=salt,
                 seed=request.seed if request.seed is not None else secrets.randbits(63),
                 request_id=reply.request_id,
@@ -169,14 +188,24 @@ class HotPath:
                 home=home,
                 passed_on=[pair for pair in scope["headers"] if pair[0] in _PASSED_ON],
             )
-            await self._dispatcher.answer(job, reply, record)
+
+        async with while_connected(scope, receive, reply):
+            if request.endpoint in _TOKENIZING:
+                with await self._admit(caller, request, _NOTHING_TO_COMPUTE, reply, record):
+                    if (tokens := await self._tokenizing.answer(request, pool)) is not None:
+                        await reply.json(200, tokens)
+                        return
+                    await self._preparer.prepare(request, pool, salt)  # finds what is wrong with the body
+                    await self._dispatcher.answer(job(_NOTHING_TO_COMPUTE), reply, record)
+            else:
+                prompt = await self._prompt(request, pool, salt)
+                with await self._admit(caller, request, prompt, reply, record):
+                    await self._dispatcher.answer(job(prompt), reply, record)
 
     async def _prompt(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         if request.subpath:
             return _NOTHING_TO_COMPUTE
         prompt = await self._preparer.prepare(request, pool, salt)  # which also finds what is wrong with the body
-        if request.endpoint in _TOKENIZING:
-            return _NOTHING_TO_COMPUTE
         if prompt.ids is not None and prompt.num_tokens > _LONG_PROMPT_TOKENS:
             self._require_room(request, prompt.num_tokens)
         return prompt
@@ -191,18 +220,28 @@ class HotPath:
             )
             raise ApiError(400, "context_length_exceeded", message, param=param)
 
-    def _spend(self, key: KeyRecord, reply: Reply) -> None:
-        verdict = self._access.limiter.try_acquire(key.id, key.limits.requests_per_minute, self._clock())
+    def _caller(self, key: KeyRecord | None, tenant: str) -> Caller:
+        if key is None:
+            return self._access.rules.caller(None, None, tenant)
+        return self._access.rules.caller(key.id, key.limits, tenant)
+
+    async def _admit(
+        self, caller: Caller, request: GenerationRequest, prompt: PreparedPrompt, reply: Reply, record: Record
+    ) -> Spending:
+        """Take what the request may need from all its limits. Raises `ApiError` 429, and has taken nothing then."""
+        rules, limiter = self._access.rules, self._access.limiter
+        limits = rules.limits(caller, request.model)
+        max_tokens = request.max_tokens if request.generates else 0
+        amounts = rules.amounts(request.model, prompt.num_tokens, max_tokens, request.choices)
+        verdict = limiter.try_reserve(limits, amounts)
         if verdict is None:
-            return
-        reply.headers += limit_headers(verdict)
+            verdict = await limiter.reserve(limits, amounts)
         if isinstance(verdict, Refused):
-            raise ApiError(
-                429,
-                "rate_limit_exceeded",
-                f"This key may send {verdict.limit} requests a minute.",
-                retry_after_s=verdict.retry_after_s,
-            )
+            raise _refuse(verdict, reply, record)
+        reply.headers += limit_headers(verdict.limits, verdict.left)
+        if verdict.is_local:
+            reply.headers.append(LOCAL_HEADER)
+        return Spending(verdict, rules, record, prompt.num_tokens)
 
     def _find(self, stored: StoredCall, owner: str) -> tuple[GenerationRequest, str]:
         """A call for a response that is there already → the request for the replica that made it, and that replica."""
@@ -230,13 +269,19 @@ class HotPath:
         return pool
 
 
+def _refuse(refused: Refused, reply: Reply, record: Record) -> ApiError:
+    record.limit = refused.limit.measure.name.lower()
+    reply.headers += refusal_headers(refused)
+    return refusal_error(refused)
+
+
 def _error_event(endpoint: str, error: ApiError) -> bytes:
     if endpoint == "/v1/responses":
         return response_error_event(error.message, code=error.code)
     return error_event(error.message, code=error.code, type_=error.type)
 
 
-def authenticate(authenticator: Authenticator | None, scope: AsgiScope, needs: Scope) -> KeyRecord | None:
+def authenticate(authenticator: Authenticator | None, scope: Scope, needs: KeyScope) -> KeyRecord | None:
     """The caller's key; None when the gateway is open. Raises `ApiError`: 401 for everything that is no valid client key, 403
     for one that may not use what it `needs` here.
     """
@@ -248,7 +293,7 @@ def authenticate(authenticator: Authenticator | None, scope: AsgiScope, needs: S
     return key
 
 
-def _require_json(scope: AsgiScope) -> None:
+def _require_json(scope: Scope) -> None:
     kind = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise ApiError(415, "unsupported_media_type", "The body must be sent as 'content-type: application/json'.")

@@ -16,7 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
-import msgspec
 import yaml
 from pydantic import (
     AfterValidator,
@@ -36,7 +35,7 @@ from pydantic_settings import SettingsError as EnvironmentFault
 
 from gateway.admin.addresses import AllowList, PortRange, base_url
 from gateway.admin.registry import checked_model, checked_replica_id
-from gateway.keys import GivenKey, Scope, checked_label, checked_pattern
+from gateway.keys import GivenKey, KeyScope, checked_label, checked_pattern
 from gateway.limits import Quota
 from gateway.server.connection import ListenerLimits
 from router import PolicyName, RoutingSettings
@@ -244,9 +243,25 @@ class QuotaSettings(_Group):
     usd_per_day: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Needs prices (`models`)."""
 
+    @property
+    def quota(self) -> Quota:
+        return Quota(
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            parallel_requests=self.parallel_requests,
+            tokens_per_day=self.tokens_per_day,
+            usd_per_day=self.usd_per_day,
+        )
+
 
 class LimitSettings(QuotaSettings):
     """Of each key that has no limit of its own. Tenants and models have theirs under `tenants` and `models`."""
+
+    reserved_output_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 512
+    """What an answer without max_tokens is taken to need until its usage is known: too little lets more through than the limit,
+    by what the running answers have beyond it; too much refuses who has room."""
+    hosts: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Gateways that serve the same keys without a Redis between them: each lets its share of every limit through."""
 
 
 class KeySettings(_Group):
@@ -261,7 +276,7 @@ class KeySettings(_Group):
     id: Annotated[str, Field(pattern="^[a-z0-9]{4,32}$")] | None = None
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
     """Hex HMAC-SHA256 of the key's text under the pepper."""
-    scopes: tuple[Scope, ...] = ()
+    scopes: tuple[KeyScope, ...] = ()
     models: tuple[Annotated[str, AfterValidator(checked_pattern)], ...] = ()
     limits: QuotaSettings = QuotaSettings()
     expires: Annotated[datetime, AfterValidator(_checked_time)] | None = None
@@ -282,7 +297,7 @@ class KeySettings(_Group):
             digest=self.digest or "",
             scopes=self.scopes,
             models=self.models,
-            limits=msgspec.convert(self.limits.model_dump(), Quota),
+            limits=self.limits.quota,
             expires=self.expires.timestamp() if self.expires is not None else None,
             debug=self.debug,
         )

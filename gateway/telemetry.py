@@ -109,7 +109,10 @@ class Telemetry:
             registry=registry,
         )
         self._refusals = Counter(
-            "warmpath_limit_refusals", "Requests over a limit of their key.", ["limit"], registry=registry
+            "warmpath_limit_refusals",
+            "Requests over a limit of their key, tenant or model.",
+            ["limit"],
+            registry=registry,
         )
         self._gaps = GapHistogram()
         registry.register(self._gaps)
@@ -121,8 +124,8 @@ class Telemetry:
         """Count a request of the data path that ended, however it did."""
         model = self._model(record.model)
         model.requests(record.status).inc()
-        if record.error_code == "rate_limit_exceeded":
-            self._refusals.labels("requests").inc()
+        if record.limit:
+            self._refusals.labels(record.limit).inc()
         if record.decision is None:
             return
         model.decisions(record.decision.policy, record.decision.reason).inc()

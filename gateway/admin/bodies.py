@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.admin.registry import Drain, Lease
 from gateway.dispatch import Record
-from gateway.keys import KeyKind, KeyRecord, Label, ModelPattern, Scope
+from gateway.keys import KeyKind, KeyRecord, KeyScope, Label, ModelPattern
 from gateway.limits import Quota
 from router import Candidate, Decision, ReplicaView
 
@@ -197,7 +197,7 @@ def replica_body(
 
 _Lifetime = Annotated[float, msgspec.Meta(gt=0, le=10 * 366 * 86400)]
 _Patterns = Annotated[tuple[ModelPattern, ...], msgspec.Meta(max_length=64)]
-_Scopes = Annotated[tuple[Scope, ...], msgspec.Meta(max_length=16)]
+_Scopes = Annotated[tuple[KeyScope, ...], msgspec.Meta(max_length=16)]
 
 
 class KeyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -242,7 +242,7 @@ class KeyBody(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     tenant: str
     group: str
-    scopes: tuple[Scope, ...]
+    scopes: tuple[KeyScope, ...]
     models: tuple[str, ...]
     limits: Quota
     created: float

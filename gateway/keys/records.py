@@ -22,11 +22,11 @@ __all__ = [
     "MAX_RECORDS",
     "KeyConflict",
     "KeyRecord",
+    "KeyScope",
     "KeySource",
     "Label",
     "ModelPattern",
     "Records",
-    "Scope",
     "UnknownKey",
     "added",
     "checked_label",
@@ -47,9 +47,9 @@ _MODEL: Final = r"^[\x21-\x7e]{1,256}(?!\n)$"
 ModelPattern = Annotated[str, msgspec.Meta(pattern=_MODEL)]
 """A model's name, or a glob with * ? [ ] over names, upper and lower case apart."""
 
-Scope = Literal["chat", "completions", "responses", "embeddings", "tokenize", "models"]
+KeyScope = Literal["chat", "completions", "responses", "embeddings", "tokenize", "models"]
 """An endpoint, or a few of one purpose: tokenize is both directions, models is the list."""
-ALL_SCOPES: Final[frozenset[Scope]] = frozenset(get_args(Scope))
+ALL_SCOPES: Final[frozenset[KeyScope]] = frozenset(get_args(KeyScope))
 
 KeySource = Literal["api", "settings"]
 
@@ -99,7 +99,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     created: float
     """Unix time, seconds, as `expires`."""
     expires: float | None = None
-    scopes: tuple[Scope, ...] = ()
+    scopes: tuple[KeyScope, ...] = ()
     """Endpoints it may use; empty is all."""
     models: tuple[ModelPattern, ...] = ()
     """Models it may use; empty is all."""
@@ -115,7 +115,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """`now`: Unix seconds."""
         return not self.revoked and (self.expires is None or self.expires > now)
 
-    def may_use(self, scope: Scope) -> bool:
+    def may_use(self, scope: KeyScope) -> bool:
         return not self.scopes or scope in self.scopes
 
     def may_ask(self, model: str) -> bool:

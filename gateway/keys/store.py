@@ -27,8 +27,8 @@ import msgspec
 from gateway.keys.records import (
     KeyConflict,
     KeyRecord,
+    KeyScope,
     Records,
-    Scope,
     UnknownKey,
     added,
     joined,
@@ -96,7 +96,7 @@ class GivenKey:
     text: str | None = None
     id: str = ""
     digest: str = ""
-    scopes: tuple[Scope, ...] = ()
+    scopes: tuple[KeyScope, ...] = ()
     models: tuple[str, ...] = ()
     limits: Quota = field(default_factory=Quota)
     expires: float | None = None
@@ -189,7 +189,7 @@ class KeyStore:
         name: str,
         tenant: str = "default",
         group: str | None = None,
-        scopes: tuple[Scope, ...] = (),
+        scopes: tuple[KeyScope, ...] = (),
         models: tuple[str, ...] = (),
         limits: Quota | None = None,
         expires: float | None = None,

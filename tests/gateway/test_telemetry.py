@@ -88,7 +88,7 @@ def test_a_prediction_nobody_confirms_is_not_counted_as_wrong(telemetry: Telemet
 
 def test_a_refused_request_reaches_no_model(telemetry: Telemetry) -> None:
     telemetry.finished(record(status=401, error_code="invalid_api_key"))
-    telemetry.finished(record(status=429, error_code="rate_limit_exceeded"))
+    telemetry.finished(record(status=429, error_code="rate_limit_exceeded", limit="requests"))
 
     seen = samples(telemetry)
 
