@@ -13,17 +13,20 @@ from starlette.types import ASGIApp, Message
 from gateway.admin import rest
 from gateway.admin.addresses import Address, Resolve, resolve_host
 from gateway.admin.context import AdminContext
+from gateway.admin.idempotency import Idempotency
 from gateway.admin.registry import Registry
 from gateway.admin.rest import Endpoint, Needs
 from gateway.admin.routes import ENDPOINTS, admin_app
 from gateway.api_error import ApiError
 from gateway.dispatch import Record
-from gateway.keys import KeyKind, KeyRecord
+from gateway.keys import GivenKey, KeyKind, KeyRecord, KeyStoreError
+from gateway.keys.file_storage import FileStorage
 from gateway.keys.opening import open_key_store
 from gateway.settings import Settings, load_settings
 from gateway.telemetry import Telemetry
 from router import Candidate, Decision, Outcome, Query, Router, Trust
 from router.wire import Hello, Load, ReplicaSpec
+from tests.serving import eventually
 
 WALL_OFFSET = 1_800_000_000.0
 WORKER = {"url": "http://127.0.0.1:8101", "model": "m", "epoch": "e1", "credential": "s3cret"}
@@ -678,6 +681,143 @@ async def test_a_revoked_key_is_refused_at_once(admin: Admin) -> None:
     assert revoked.json()["revoked"]
     assert (await admin.call("GET", "/admin/v1/keys", key=made["key"])).status_code == 401
     assert (await admin.call("DELETE", "/admin/v1/keys/nobody")).status_code == 404
+
+
+async def made_key(admin: Admin, **fields: Any) -> dict[str, Any]:
+    answer = await admin.call("POST", "/admin/v1/keys", json={"name": "ci"} | fields)
+    assert answer.status_code == 201, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+async def test_a_patched_key_is_changed_in_what_was_named(admin: Admin) -> None:
+    made = await made_key(admin, limits={"requests_per_minute": 5, "tokens_per_day": 9}, models=["a"], expires_in_s=60)
+    patch = {
+        "limits": {"tokens_per_day": None, "usd_per_day": 2},
+        "scopes": ["chat"],
+        "models": [],
+        "expires_in_s": None,
+    }
+
+    answer = await admin.call("PATCH", f"/admin/v1/keys/{made['id']}", json=patch)
+    shown = await admin.call("GET", f"/admin/v1/keys/{made['id']}")
+
+    limits = {"requests_per_minute": 5, "tokens_per_minute": None, "parallel_requests": None, "tokens_per_day": None}
+    assert answer.status_code == 200
+    assert answer.json() == shown.json()
+    assert shown.json() | {"created": 0} == {
+        **{name: value for name, value in made.items() if name != "key"},
+        "limits": {**limits, "usd_per_day": 2.0},
+        "scopes": ["chat"],
+        "models": [],
+        "expires": None,
+        "created": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"limits": {"requests_per_minute": 0}},
+        {"limits": {"requests_per_minute": True}},
+        {"limits": {"requests": 1}},
+        {"limits": None},
+        {"scopes": ["all"]},
+        {"name": "a b"},
+        {"tenant": "other"},
+        {"kind": "admin"},
+        {"expires_in_s": 0},
+        {"revoked": False},
+    ],
+)
+async def test_an_odd_patch_of_a_key_changes_nothing(admin: Admin, patch: dict[str, Any]) -> None:
+    made = await made_key(admin)
+
+    answer = await admin.call("PATCH", f"/admin/v1/keys/{made['id']}", json=patch)
+
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_value")
+    assert (await admin.call("GET", f"/admin/v1/keys/{made['id']}")).json() == {
+        name: value for name, value in made.items() if name != "key"
+    }
+
+
+async def test_a_rotated_key_has_a_successor_and_ends_after_the_overlap(admin: Admin) -> None:
+    made = await made_key(admin, kind="admin")
+
+    rotated = await admin.call("POST", f"/admin/v1/keys/{made['id']}/rotate", json={"overlap_s": 60})
+    again = await admin.call("POST", f"/admin/v1/keys/{made['id']}/rotate", json={})
+
+    new = rotated.json()
+    assert rotated.status_code == 201
+    assert (new["name"], new["kind"]) == ("ci", "admin")
+    assert new["id"] != made["id"]
+    assert (again.status_code, error_of(again)["code"]) == (409, "too_many_live_keys")
+    assert (await admin.call("GET", "/admin/v1/keys", key=made["key"])).status_code == 200
+    admin.now[0] += 60
+    assert (await admin.call("GET", "/admin/v1/keys", key=made["key"])).status_code == 401
+    assert (await admin.call("GET", "/admin/v1/keys", key=new["key"])).status_code == 200
+
+
+async def test_a_key_of_the_settings_is_shown_and_changed_there_only(admin: Admin) -> None:
+    admin.context.keys.give([GivenKey(kind="client", name="team", text="wp-team-" + "s" * 32)])
+
+    assert (await admin.call("GET", "/admin/v1/keys/team")).json()["source"] == "settings"
+    for method, path, body in (("DELETE", "", None), ("PATCH", "", {}), ("POST", "/rotate", {})):
+        answer = await admin.call(method, f"/admin/v1/keys/team{path}", json=body)
+        assert (answer.status_code, error_of(answer)["code"]) == (409, "key_from_settings")
+
+
+async def test_a_call_sent_again_makes_one_key(admin: Admin) -> None:
+    headers = {"idempotency-key": "once"}
+    body = {"name": "ci"}
+
+    first, at_once = await asyncio.gather(
+        *(admin.call("POST", "/admin/v1/keys", json=body, headers=headers) for _ in range(2))
+    )
+    later = await admin.call("POST", "/admin/v1/keys", json={"tenant": "default", "name": "ci"}, headers=headers)
+    other = await admin.call("POST", "/admin/v1/keys", json={"name": "cd"}, headers=headers)
+    second_admin = await made_key(admin, kind="admin")
+    theirs = await admin.call("POST", "/admin/v1/keys", key=second_admin["key"], json=body, headers=headers)
+
+    assert first.status_code == at_once.status_code == later.status_code == 201
+    assert first.json() == at_once.json() == later.json()
+    assert (other.status_code, error_of(other)["code"]) == (409, "idempotency_conflict")
+    assert theirs.json()["id"] != first.json()["id"]
+    for odd in ("", "a b", "x" * 256):
+        answer = await admin.call("POST", "/admin/v1/keys", json=body, headers={"idempotency-key": odd})
+        assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_value")
+
+
+async def test_a_call_that_failed_may_be_sent_again(admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {"idempotency-key": "once"}
+    with monkeypatch.context() as broken:
+
+        async def full(*_: object) -> bool:
+            raise KeyStoreError("the disk is full")
+
+        broken.setattr(FileStorage, "replace", full)
+        failed = await admin.call("POST", "/admin/v1/keys", json={"name": "ci"}, headers=headers)
+
+    again = await admin.call("POST", "/admin/v1/keys", json={"name": "ci"}, headers=headers)
+
+    assert (failed.status_code, failed.headers["x-should-retry"]) == (503, "false")
+    assert again.status_code == 201
+
+
+async def test_answers_to_repeated_calls_are_few_and_forgotten() -> None:
+    calls: Idempotency[int] = Idempotency(kept_s=0.05)
+    made = iter(range(10_000))
+
+    async def make() -> int:
+        return next(made)
+
+    answers = [await calls.once("me", b"%d" % number, b"", make) for number in range(200)]
+    kept = len(calls)
+    await eventually(lambda: len(calls) == 0)
+
+    assert answers == list(range(200))
+    assert kept <= 128
+    assert await calls.once("me", b"199", b"", make) == 200
 
 
 async def test_the_last_admin_key_cannot_lock_everybody_out(admin: Admin) -> None:
