@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -38,6 +38,7 @@ from gateway.response_events import response_error_event
 from gateway.server.asgi import (
     WRITE_EXTENSION,
     ClientGone,
+    Header,
     Reply,
     header,
     read_body,
@@ -48,12 +49,12 @@ from gateway.spending import Spending
 from gateway.sse import error_event
 from gateway.stored import StoredCall, parse_stored_call
 from gateway.tokenizing import Tokenizing
+from gateway.tracing import Trace
 from router import Pool, Router, UnknownReplica
 
 __all__ = ["PUBLIC_GROUP", "Access", "HotPath", "authenticate"]
 
 _log = logging.getLogger("warmpath.gateway")
-_PASSED_ON: Final = frozenset({b"traceparent", b"tracestate", b"baggage"})
 PUBLIC_GROUP: Final = "public"
 """The sharing group, and the tenant, of everyone when the gateway is open."""
 _OWN_WORKERS_LACK: Final = frozenset({"/v1/embeddings", "/v1/responses"})
@@ -67,6 +68,7 @@ _SCOPES: Final[dict[str, KeyScope]] = {
     "/detokenize": "tokenize",
 }
 """What a key needs for each of `ENDPOINTS`."""
+_MAX_RETRY_DIGITS: Final = 3
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
 _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
@@ -97,6 +99,7 @@ class HotPath:
         homes: Homes,
         max_body_bytes: int,
         clock: Callable[[], float],
+        begin_trace: Callable[[Iterable[Header]], Trace],
         on_finish: Callable[[Record], None],
     ) -> None:
         """`rest` serves every other route. `on_finish` is called once for each request that came to one of ours."""
@@ -110,6 +113,7 @@ class HotPath:
         self._homes = homes
         self._max_body_bytes = max_body_bytes
         self._clock = clock
+        self._begin_trace = begin_trace
         self._on_finish = on_finish
         self.in_flight = 0
         """Requests being answered."""
@@ -126,7 +130,12 @@ class HotPath:
     async def _handle(self, scope: Scope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
         reply = Reply(send, request_id(scope), scope.get("extensions", {}).get(WRITE_EXTENSION))
         record = Record(
-            request_id=reply.request_id, endpoint=stored.endpoint if stored else scope["path"], started_at=self._clock()
+            request_id=reply.request_id,
+            endpoint=stored.endpoint if stored else scope["path"],
+            started_at=self._clock(),
+            trace=self._begin_trace(scope["headers"]),
+            method=scope["method"],
+            client_retries=_client_retries(scope),
         )
         self.in_flight += 1
         try:
@@ -157,7 +166,7 @@ class HotPath:
         self, scope: Scope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
     ) -> None:
         key = authenticate(self._access.authenticator, scope, _SCOPES[record.endpoint])
-        owner = key.tenant if key is not None else PUBLIC_GROUP
+        owner = record.tenant = key.tenant if key is not None else PUBLIC_GROUP
         if key is not None:
             record.key_id = key.id
         caller = self._caller(key, owner)
@@ -174,6 +183,7 @@ class HotPath:
                 home = known.replica_id if known.model == request.model else None
         pool = self._pool(request, key)
         record.model = request.model
+        record.stream = request.stream
         salt = self._access.salt_for(key.group if key is not None else PUBLIC_GROUP)
 
         def job(prompt: PreparedPrompt) -> Job:
@@ -186,7 +196,6 @@ class HotPath:
                 debug=key is not None and key.debug,
                 owner=owner,
                 home=home,
-                passed_on=[pair for pair in scope["headers"] if pair[0] in _PASSED_ON],
             )
 
         async with while_connected(scope, receive, reply):
@@ -291,6 +300,14 @@ def authenticate(authenticator: Authenticator | None, scope: Scope, needs: KeySc
     if not key.may_use(needs):
         raise ApiError(403, "insufficient_permissions", f"This key does not have the scope '{needs}'.")
     return key
+
+
+def _client_retries(scope: Scope) -> int:
+    """What OpenAI's SDKs say when they try again; 0 for anything else."""
+    for name, value in scope["headers"]:
+        if name == b"x-stainless-retry-count":
+            return int(value) if value.isdigit() and len(value) <= _MAX_RETRY_DIGITS else 0
+    return 0
 
 
 def _require_json(scope: Scope) -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "KeysGroup",
     "LeaseSettings",
     "LimitSettings",
+    "LogSettings",
     "ModelSettings",
     "PromptSettings",
     "QuotaSettings",
@@ -60,7 +61,9 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StreamSettings",
+    "TelemetrySettings",
     "TenantSettings",
+    "TracingSettings",
     "load_settings",
     "redacted",
 ]
@@ -100,6 +103,12 @@ def _parse_ports(value: object) -> PortRange:
     return value if isinstance(value, PortRange) else PortRange.parse(str(value))
 
 
+def _http_url(value: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", value):
+        raise ValueError("write http://host:port/path")
+    return value
+
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 SpecialTokens = Literal["parse", "escape"]
@@ -121,6 +130,8 @@ class ServerSettings(_Group):
     host: str = "127.0.0.1"
     """Reachable from this machine only, until somebody decides otherwise."""
     port: Port = 8000
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """That share the port. One process uses one core; more than there are cores only cost."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 << 20
     """About a million tokens of English; more is a mistake or an attack."""
     grace_s: Seconds = 30.0
@@ -306,8 +317,8 @@ class KeySettings(_Group):
     @classmethod
     def _one_way(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
-            by_digest = {"id", "digest"} & values.keys()
-            if by_digest not in (set(), {"id", "digest"}) or bool(by_digest) is ("key" in values):
+            given = {name for name in ("key", "id", "digest") if values.get(name) is not None}
+            if given not in ({"key"}, {"id", "digest"}):
                 raise ValueError("needs either key (or key_file), or id and digest")
         return values
 
@@ -393,6 +404,36 @@ class PromptSettings(_Group):
         return self.models.get(model, self.special_tokens_in_text) == "escape"
 
 
+class TelemetrySettings(_Group):
+    """What is counted."""
+
+    metrics: bool = True
+    """False: /metrics has only what is known without counting. It saves 3 us a request."""
+
+
+class TracingSettings(_Group):
+    """OpenTelemetry traces. ``OTEL_*`` variables mean what they mean elsewhere; a setting of ours wins over them."""
+
+    exporter: Literal["none", "otlp"] = "none"
+    endpoint: Annotated[str, AfterValidator(_http_url)] | None = None
+    """Where spans are POSTed (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces. None: OTEL_EXPORTER_OTLP_ENDPOINT's
+    word, else that port of this machine."""
+    service_name: Annotated[str, Field(min_length=1, max_length=200)] = "warmpath"
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share of the requests without a caller's trace that are recorded. One costs 0.2 ms of CPU."""
+    follow_caller: bool = True
+    """A caller's trace is recorded if the caller says so. False: by `sample_ratio`, for callers who always say so."""
+
+
+class LogSettings(_Group):
+    """What is written about requests, and how."""
+
+    access: Annotated[str, Field(min_length=1, max_length=4096)] = "stdout"
+    """One JSON line a request: to stdout, stderr, a file by its path, or off."""
+    format: Literal["text", "json"] = "text"
+    """Of the gateway's own messages, on stderr."""
+
+
 class Settings(_Group):
     server: ServerSettings = ServerSettings()
     admin: AdminSettings = AdminSettings()
@@ -410,6 +451,9 @@ class Settings(_Group):
     admission: AdmissionSettings = AdmissionSettings()
     leases: LeaseSettings = LeaseSettings()
     registry: RegistrySettings = RegistrySettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    tracing: TracingSettings = TracingSettings()
+    log: LogSettings = LogSettings()
 
     @model_validator(mode="after")
     def _distinct(self) -> Settings:
@@ -431,7 +475,8 @@ def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = No
     """Read everything. `flags`: nested like the file. Raises `SettingsError` naming every fault."""
     values: dict[str, Any] = {}
     faults: list[str] = []
-    for layer in (_read_file(file) if file is not None else {}, _read_environment(), flags or {}):
+    file_values = _read_file(file) if file is not None else {}
+    for layer in (_read_otel_environment(), file_values, _read_environment(), flags or {}):
         values = _merged(values, _with_secret_files(Settings, layer, "", faults))
     try:
         settings = Settings.model_validate(values)
@@ -515,6 +560,23 @@ def _read_environment() -> dict[str, Any]:
         if name.upper().startswith(_PREFIX) and nested and group.lower() not in Settings.model_fields:
             values[group.lower()] = {}
     return values
+
+
+def _read_otel_environment() -> dict[str, Any]:
+    """The standard variables that decide what the gateway records. The SDK reads those that say how it is sent."""
+    tracing: dict[str, Any] = {}
+    if exporter := os.environ.get("OTEL_TRACES_EXPORTER"):
+        tracing["exporter"] = exporter
+    if service_name := os.environ.get("OTEL_SERVICE_NAME"):
+        tracing["service_name"] = service_name
+    if sampler := os.environ.get("OTEL_TRACES_SAMPLER"):
+        rule = sampler.removeprefix("parentbased_")
+        if rule not in ("always_on", "always_off", "traceidratio"):
+            raise SettingsError([f"OTEL_TRACES_SAMPLER: there is no sampler '{sampler}' here"])
+        tracing["follow_caller"] = rule != sampler
+        ratio = os.environ.get("OTEL_TRACES_SAMPLER_ARG", "1")
+        tracing["sample_ratio"] = {"always_on": 1.0, "always_off": 0.0}.get(rule, ratio)
+    return {"tracing": tracing} if tracing else {}
 
 
 def _read_file(file: Path) -> dict[str, Any]:

@@ -212,6 +212,7 @@ async def gateway(state_dir: Path, *replicas: StubReplica, **settings: Any) -> A
     values: dict[str, Any] = {
         "state_dir": state_dir,
         "replicas": [{"url": replica.url} for replica in replicas],
+        "log": {"access": "off"},
         **settings,
     }
     read = Settings.model_validate(values)

@@ -26,9 +26,9 @@ from starlette.types import ASGIApp, Message, Scope
 
 from router.prompt import TokenizerFiles
 from tests.gateway.stub import Running, gateway
-from tests.replicas import Replica, running, simulated_info, start_torch
+from tests.replicas import Replica, running, start_torch
 from workers.client import InProcessEngineClient
-from workers.simulated import SimulatedRunner, TimeModel, engine_over
+from workers.simulated import SimulatedRunner, TimeModel, engine_over, simulated_info
 
 PAIRS = 1000
 REAL_PAIRS = int(os.environ.get("WARMPATH_TESTS_PAIRS", "16"))
