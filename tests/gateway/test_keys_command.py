@@ -44,7 +44,7 @@ def test_a_key_from_its_making_to_its_end(running: Running) -> None:
     new = told(running, "rotate", key_id, "--overlap", "0s").strip()
     assert told(running, "revoke", new.split("-")[1]) == f"{new.split('-')[1]} revoked\n"
 
-    (row,) = [line for line in listed.splitlines() if line.startswith(key_id)]
+    (row,) = [line for line in listed.splitlines() if line.strip().startswith(key_id)]
     assert row.split()[:6] == [key_id, "client", "ci", "search", "search", "chat"]
     assert "qwen[23]*" in row
     assert "60 requests/min, 2.5 USD/day" in row
