@@ -39,9 +39,9 @@ def given_keys(settings: Settings) -> list[GivenKey]:
     """What to `give` a store, at the start and when the settings were read again."""
     given = [given for key in settings.keys.static if (given := key.given) is not None]
     if settings.admin.key is not None:
-        given.append(GivenKey(kind="admin", name="settings", text=settings.admin.key.get_secret_value()))
+        given.append(GivenKey(kind="admin", name="admin.key", text=settings.admin.key.get_secret_value()))
     if settings.admin.join_token is not None:
-        given.append(GivenKey(kind="join", name="settings", text=settings.admin.join_token.get_secret_value()))
+        given.append(GivenKey(kind="join", name="admin.join_token", text=settings.admin.join_token.get_secret_value()))
     return given
 
 
