@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
-import math
 import random
 import signal
 import tempfile
@@ -43,7 +42,8 @@ from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.keys import KeyKind, KeyStore, RingSource
 from gateway.keys.opening import open_key_store
-from gateway.limits import Ledger, Limiter, LocalLimiter, Price, Rules
+from gateway.limiting import build_limiter, limit_rules, limiter_running
+from gateway.limits import LedgerLink, Limiter
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
@@ -111,6 +111,7 @@ class DataPlane:
     """What clients speak to, and what became of their requests."""
 
     public: HotPath
+    limiter: Limiter
     telemetry: Telemetry
     tracer: Tracer
     access_log: AccessLog | None
@@ -121,7 +122,8 @@ class DataPlane:
         """Measures the event loop while the block runs; what is to be told of requests is told at its end."""
         watching = asyncio.create_task(self.telemetry.watch_loop())
         try:
-            yield
+            async with limiter_running(self.limiter):
+                yield
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -170,7 +172,6 @@ class Gateway:
     knowledge: Knowledge
     data: DataPlane
     control: ControlPlane
-    limiter: Limiter
 
     @property
     def public(self) -> ASGIApp:
@@ -202,8 +203,7 @@ class Gateway:
 def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
     """`Gateway.background` closes `keys`."""
     knowledge = build_knowledge(settings, Router(settings.routing.router_settings))
-    limiter = LocalLimiter(Ledger(hold_s=math.inf), time.monotonic, time.time)
-    data = build_data_plane(settings, knowledge, keys, limiter, Homes(), Quarantine())
+    data = build_data_plane(settings, knowledge, keys, None, Homes(), Quarantine())
 
     async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
         in_flight, now = data.public.in_flight, time.monotonic()
@@ -214,7 +214,7 @@ def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
 
     insight = Insight(metrics=metrics, decisions=decisions, unready=lambda: unready(knowledge.router))
     control = build_control_plane(settings, knowledge, keys, insight)
-    return Gateway(settings, keys, knowledge, data, control, limiter)
+    return Gateway(settings, keys, knowledge, data, control)
 
 
 def build_knowledge(settings: Settings, router: Router) -> Knowledge:
@@ -235,12 +235,20 @@ def build_data_plane(
     settings: Settings,
     knowledge: Knowledge,
     keys: RingSource,
-    limiter: Limiter,
+    ledger: LedgerLink | None,
     homes: Homes,
     quarantine: Quarantine,
 ) -> DataPlane:
+    """`ledger`: the supervisor's, where there is one."""
     clock = time.monotonic
     telemetry = Telemetry()
+    limiter = build_limiter(
+        settings,
+        supervisor=ledger,
+        processes=settings.server.processes,
+        on_mode=telemetry.limiter_mode,
+        on_error=telemetry.limiter_failed,
+    )
     tracer = _tracer(settings.tracing, unix_offset=lambda: time.time() - clock())
     access_log = open_access_log(settings.log.access)
     if access_log is not None:
@@ -304,7 +312,7 @@ def build_data_plane(
         begin_trace=tracer.begin,
         on_finish=finished,
     )
-    return DataPlane(hot_path, telemetry, tracer, access_log, decisions)
+    return DataPlane(hot_path, limiter, telemetry, tracer, access_log, decisions)
 
 
 def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore, insight: Insight) -> ControlPlane:
@@ -333,21 +341,6 @@ def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore
         version=importlib.metadata.version("warmpath"),
     )
     return ControlPlane(registry, admin_app(context))
-
-
-def limit_rules(settings: Settings) -> Rules:
-    """What settings say of quotas and prices."""
-    return Rules(
-        settings.limits.quota,
-        tenants={name: tenant.quota.quota for name, tenant in settings.tenants.items()},
-        models={name: model.quota.quota for name, model in settings.models.items()},
-        prices={
-            name: Price(model.input_usd, model.cached_input_usd, model.output_usd)
-            for name, model in settings.models.items()
-        },
-        reserved_output_tokens=settings.limits.reserved_output_tokens,
-        share=settings.limits.hosts,
-    )
 
 
 def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Tracer:
@@ -495,7 +488,7 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
         supervisor = Supervisor(
             count=settings.server.processes,
             grace_s=settings.server.grace_s,
-            log_level=log_level,
+            log=(log_level, settings.log.format),
             start_of=start_of,
             state=lambda: {
                 "keys": keys.ring.encode(),

@@ -28,6 +28,7 @@ from pydantic import (
     PlainValidator,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -272,7 +273,8 @@ class LimitSettings(QuotaSettings):
     """What an answer without max_tokens is taken to need until its usage is known: too little lets more through than the limit,
     by what the running answers have beyond it; too much refuses who has room."""
     hosts: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Gateways that serve the same keys without a Redis between them: each lets its share of every limit through."""
+    """Gateways that serve the same keys. Without a Redis between them each lets its share of every limit through; with one, as
+    long as it is away."""
 
 
 class KeySettings(_Group):
@@ -333,13 +335,6 @@ class KeysGroup(_Group):
     static: tuple[KeySettings, ...] = ()
 
 
-class RedisSettings(_Group):
-    """Where gateways share keys and limits."""
-
-    url: Secret = None
-    """redis:// or rediss://, with its password. None: the state folder, and limits of this gateway alone."""
-
-
 class TenantSettings(_Group):
     """A tenant is a name in keys; what is not set here is the default."""
 
@@ -368,6 +363,20 @@ class AdmissionSettings(_Group):
     """Requests that may wait; what comes then is refused at once. 0: nothing waits."""
     deadline_s: Seconds = 30.0
     """How long one may wait before it is refused."""
+
+
+class RedisSettings(_Group):
+    """Where several gateways keep the keys and limits that they share. Without it each keeps its own."""
+
+    url: Secret = None
+    """redis://:PASSWORD@HOST:6379/0, rediss:// for TLS, or unix:///PATH."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_redis(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("begins with redis://, rediss:// or unix://")
+        return url
 
 
 class LeaseSettings(_Group):
@@ -444,11 +453,11 @@ class Settings(_Group):
     prompts: PromptSettings = PromptSettings()
     stream: StreamSettings = StreamSettings()
     keys: KeysGroup = KeysGroup()
-    redis: RedisSettings = RedisSettings()
     limits: LimitSettings = LimitSettings()
     tenants: dict[Name, TenantSettings] = {}
     models: dict[Annotated[str, AfterValidator(checked_model)], ModelSettings] = {}
     admission: AdmissionSettings = AdmissionSettings()
+    redis: RedisSettings = RedisSettings()
     leases: LeaseSettings = LeaseSettings()
     registry: RegistrySettings = RegistrySettings()
     telemetry: TelemetrySettings = TelemetrySettings()

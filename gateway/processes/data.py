@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import signal
 import socket
 import sys
@@ -23,7 +22,6 @@ import uvloop
 
 from gateway.app import DataPlane, Knowledge, build_data_plane, build_knowledge, unready
 from gateway.keys import KeyRing, RingHolder
-from gateway.limits import Ledger, LocalLimiter
 from gateway.processes.bus import Bus
 from gateway.processes.channel import Channel
 from gateway.processes.control import IDS, MEMBERS, Start, decode_start, encode, settings_of
@@ -66,9 +64,8 @@ class _DataProcess:
         self._quarantine = SharedQuarantine(bus.post_now)
         self._knowledge: Knowledge = build_knowledge(settings, self._router)
         self.keys = RingHolder(KeyRing.decode(start.keys))
-        limiter = LocalLimiter(Ledger(hold_s=math.inf), clock, time.time)
         self.plane: DataPlane = build_data_plane(
-            settings, self._knowledge, self.keys, limiter, self._homes, self._quarantine
+            settings, self._knowledge, self.keys, None, self._homes, self._quarantine
         )
         self._membership = Membership(self._router, self._knowledge.watcher, clock)
         self.server = make_server(self.plane.public, Listener(settings.server.limits), settings.server.grace_s)
@@ -250,8 +247,8 @@ async def _run(descriptor: int) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal; the supervisor decides
-    descriptor, log_level = sys.argv[1:]
-    configure_logging(log_level)
+    descriptor, log_level, log_format = sys.argv[1:]
+    configure_logging(log_level, log_format)
     uvloop.run(_run(int(descriptor)))
 
 
