@@ -330,6 +330,13 @@ class LeasingLimiter:
 
     # --- keeping the ledger informed
 
+    async def begin(self) -> None:
+        """Before the first request, so that none waits for a connection to be made."""
+        try:
+            await self._link.post(Post(self.holder, [], [], []), surely=True)
+        except LedgerUnavailable as error:
+            self._lost(error, self._life)
+
     async def run(self) -> None:
         """For as long as requests come: gives back what lies idle, renews what is held, looks for a ledger that was lost."""
         while True:
