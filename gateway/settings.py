@@ -112,6 +112,8 @@ class ServerSettings(_Group):
     host: str = "127.0.0.1"
     """Reachable from this machine only, until somebody decides otherwise."""
     port: Port = 8000
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """That share the port. One process uses one core; more than there are cores only cost."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 << 20
     """About a million tokens of English; more is a mistake or an attack."""
     grace_s: Seconds = 30.0

@@ -35,7 +35,7 @@ from gateway.dispatch import Record
 from router import BreakerState, ReplicaView, Trust
 from router.wire import Load
 
-__all__ = ["CONTENT_TYPE", "GapHistogram", "Telemetry"]
+__all__ = ["CONTENT_TYPE", "GapHistogram", "Telemetry", "render"]
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -59,7 +59,7 @@ Read = Callable[[], Mapping[tuple[str, ...], float]]
 
 
 class Telemetry:
-    """One per gateway. Filled on the event loop; `render` may run in a thread."""
+    """One per gateway. Filled on the event loop; `families` and `render` may run in a thread."""
 
     def __init__(self) -> None:
         self._models: dict[str, _Model] = {}
@@ -140,11 +140,10 @@ class Telemetry:
         """Show what somebody else counts. `read` gives a value for each tuple of label values; it is called in any thread."""
         self._registry.register(_Elsewhere(kind, name, about, labels, read))
 
-    def render(self, replicas: Sequence[ReplicaView], in_flight: int, now: float) -> bytes:
-        """Everything in Prometheus's text format. `now`: monotonic seconds. Not on the event loop: 30 ms for 1,024 replicas."""
-        in_flight_family = GaugeMetricFamily("warmpath_requests_in_flight", "Requests being answered.", value=in_flight)
-        text = generate_latest(_Once([*self._registry.collect(), in_flight_family]))
-        return text + "".join(_replica_lines(replicas, now)).encode()
+    def families(self, in_flight: int) -> list[Metric]:
+        """All that was counted, and `in_flight` requests, as it is now."""
+        gauge = GaugeMetricFamily("warmpath_requests_in_flight", "Requests being answered.", value=in_flight)
+        return [*self._registry.collect(), gauge]
 
     def _add_ending(self, key: tuple[str, int, str, str]) -> _Ending:
         name, status, policy, reason = key
@@ -348,6 +347,11 @@ class _Elsewhere(Collector):
         for label_values, value in self._read().items():
             family.add_metric(label_values, value)
         yield family
+
+
+def render(families: Iterable[Metric], replicas: Sequence[ReplicaView], now: float) -> bytes:
+    """Everything in Prometheus's text format. `now`: monotonic seconds. Not on the event loop: 30 ms for 1,024 replicas."""
+    return generate_latest(_Once(families)) + "".join(_replica_lines(replicas, now)).encode()
 
 
 class _Once(CollectorRegistry):
