@@ -208,6 +208,9 @@ class LeasingLimiter:
         finally:
             for pool in plan.asking:
                 pool.is_asking = False
+        if life != self._life:  # the ledger was lost meanwhile, and what it gave is held by nobody who lives
+            self._put_back(plan, life)
+            return self._fallback.try_reserve(limits, amounts)
         if isinstance(verdict, Refused):
             self._put_back(plan, life)
             if verdict.wait_s is not None and verdict.limit.measure == Measure.REQUESTS:
@@ -261,7 +264,7 @@ class LeasingLimiter:
         for limit, piece, amount in plan.aside:
             piece.units += amount
             if life != self._life and limit.measure >= Measure.PARALLEL:
-                self._hold(limit, -amount)  # its slice is of a life that is over
+                self._release(limit, amount)  # its slice is of a life that is over
 
     def _reservation(
         self, limits: Sequence[Limit], amounts: Amounts, buckets: list[int], left: list[int]
@@ -315,6 +318,10 @@ class LeasingLimiter:
         known = self._held.get(limit.counter)
         held = max((known.held if known is not None else 0) + more, 0)
         self._held[limit.counter] = Change(limit.counter, limit.measure, held=held)
+
+    def _release(self, limit: Limit, amount: int) -> None:
+        self._hold(limit, -amount)
+        self._tell(limit, -amount, 0, 0)
 
     def _tell(self, limit: Limit, held: int, spent: int, bucket: int) -> None:
         if not held and not spent:
@@ -379,8 +386,7 @@ class LeasingLimiter:
             if limit.measure < Measure.PARALLEL:
                 self._tell(limit, 0, -piece.units, piece.bucket)
             else:
-                self._hold(limit, -piece.units)
-                self._tell(limit, -piece.units, 0, 0)
+                self._release(limit, piece.units)
             piece.units = 0
         pool.slices = [piece for piece in pool.slices if piece.units]
 
