@@ -262,9 +262,13 @@ class LeasingLimiter:
 
     def _put_back(self, plan: _Plan, life: int) -> None:
         for limit, piece, amount in plan.aside:
-            piece.units += amount
-            if life != self._life and limit.measure >= Measure.PARALLEL:
-                self._release(limit, amount)  # its slice is of a life that is over
+            pool = self._known_pool(limit)
+            if life == self._life and pool is not None and piece in pool.slices:
+                piece.units += amount
+            elif limit.measure < Measure.PARALLEL:  # its slice was given back, or is of a life that is over
+                self._tell(limit, 0, -amount, piece.bucket)
+            else:
+                self._release(limit, amount)
 
     def _reservation(
         self, limits: Sequence[Limit], amounts: Amounts, buckets: list[int], left: list[int]

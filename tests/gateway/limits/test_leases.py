@@ -351,7 +351,7 @@ def test_however_trips_overlap_and_clients_leave_nothing_is_exceeded_or_lost(see
 
 async def play_at_once(draw: random.Random) -> None:
     fleet = Fleet(2)
-    clients: set[asyncio.Task[None]] = set()
+    clients: list[asyncio.Task[None]] = []
 
     async def turns(most: int) -> None:
         for _ in range(draw.randrange(most)):
@@ -368,7 +368,7 @@ async def play_at_once(draw: random.Random) -> None:
     for link in fleet.links:
         link.gate = lambda: turns(4)
     for _ in range(200):
-        clients.add(asyncio.ensure_future(client()))
+        clients.append(asyncio.ensure_future(client()))
         await disturb(fleet, clients, draw)
         await asyncio.sleep(0)
         used = {counted: fleet.used(counted) for choice in CHOICES for counted in choice}
@@ -378,9 +378,9 @@ async def play_at_once(draw: random.Random) -> None:
     await end(fleet)
 
 
-async def disturb(fleet: Fleet, clients: set[asyncio.Task[None]], draw: random.Random) -> None:
+async def disturb(fleet: Fleet, clients: list[asyncio.Task[None]], draw: random.Random) -> None:
     if draw.random() < 0.2:
-        draw.choice(list(clients)).cancel()
+        draw.choice(clients).cancel()
     if draw.random() < 0.1:
         await fleet.wait(0.25)
     if draw.random() < 0.02:
