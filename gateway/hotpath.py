@@ -241,7 +241,8 @@ class HotPath:
         rules, limiter = self._access.rules, self._access.limiter
         limits = rules.limits(caller, request.model)
         max_tokens = request.max_tokens if request.generates else 0
-        amounts = rules.amounts(request.model, prompt.num_tokens, max_tokens, request.choices)
+        choices = request.choices * prompt.num_prompts
+        amounts = rules.amounts(request.model, prompt.total_tokens, max_tokens, choices)
         verdict = limiter.try_reserve(limits, amounts)
         if verdict is None:
             verdict = await limiter.reserve(limits, amounts)
@@ -250,7 +251,7 @@ class HotPath:
         reply.headers += limit_headers(verdict.limits, verdict.left)
         if verdict.is_local:
             reply.headers.append(LOCAL_HEADER)
-        return Spending(verdict, rules, record, prompt.num_tokens)
+        return Spending(verdict, rules, record, prompt.total_tokens)
 
     def _find(self, stored: StoredCall, owner: str) -> tuple[GenerationRequest, str]:
         """A call for a response that is there already → the request for the replica that made it, and that replica."""

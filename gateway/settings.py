@@ -370,6 +370,8 @@ class RedisSettings(_Group):
 
     url: Secret = None
     """redis://:PASSWORD@HOST:6379/0, rediss:// for TLS, or unix:///PATH."""
+    deadline_s: Annotated[float, Field(gt=0, le=5, allow_inf_nan=False)] = 0.05
+    """How long a request waits for it; then the gateway decides by itself, by its share of the limits."""
 
     @field_validator("url")
     @classmethod
