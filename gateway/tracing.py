@@ -256,12 +256,12 @@ def _request_span_attributes(record: Record) -> dict[str, Value]:
         "http.response.status_code": record.status,
         "warmpath.request_id": record.request_id,
         "warmpath.tries": record.tries,
+        "warmpath.queue_wait": record.queued_s,
     }
     optional: dict[str, Value | None] = {
         "error.type": record.error_code or (str(record.status) if record.status >= 500 else None),
         "warmpath.key_id": record.key_id or None,
         "warmpath.tenant": record.tenant or None,
-        "warmpath.queue_wait": record.queue_wait_s,
     }
     attributes.update({name: value for name, value in optional.items() if value is not None})
     return attributes
