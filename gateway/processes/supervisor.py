@@ -88,8 +88,8 @@ class Supervisor:
         on_gone: Callable[[int], None],
     ) -> None:
         """`log`: level and format. `start_of`: what the process of an id must know, given the ids of the others. `state`: what
-        all must know, by topic; it is told whenever it changes. `on_processes` is called with the ids of those that serve, when they change, and
-        `on_gone` once for each that ended. `answers`: what the process of an id may ask.
+        all must know, by topic; it is told whenever it changes. `on_processes` is called with the ids of those that serve, when
+        they change, and `on_gone` once for each that ended. `answers`: what the process of an id may ask.
         """
         self._count = count
         self._grace_s = grace_s
