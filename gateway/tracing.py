@@ -202,8 +202,8 @@ class Tracer:
             if not sampled:
                 return Trace(parent, parent, others)
             return Trace(TraceContext(parent.trace_id, _new_span_id(), sampled=True), parent, others)
-        trace_id = f"{random.getrandbits(128) or 1:032x}"
-        return Trace(TraceContext(trace_id, _new_span_id(), self._draw() < self._ratio), None, others)
+        ids = f"{random.getrandbits(192) or 1:048x}"
+        return Trace(TraceContext(ids[:32], ids[32:], self._draw() < self._ratio), None, others)
 
     def finished(self, record: Record) -> None:
         """Hand the spans of a request that ended to the exporter."""
