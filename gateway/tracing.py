@@ -202,7 +202,7 @@ class Tracer:
             if not sampled:
                 return Trace(parent, parent, others)
             return Trace(TraceContext(parent.trace_id, _new_span_id(), sampled=True), parent, others)
-        ids = f"{random.getrandbits(192) or 1:048x}"
+        ids = f"{random.getrandbits(192):048x}"
         return Trace(TraceContext(ids[:32], ids[32:], self._draw() < self._ratio), None, others)
 
     def finished(self, record: Record) -> None:
