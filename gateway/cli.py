@@ -24,7 +24,7 @@ _OURS: Final = {
     "decisions": ("gateway.commands.explain", "Show where the last requests went."),
     "config": ("gateway.commands.models", "Show the settings of a running gateway."),
     "reload": ("gateway.commands.models", "Have a running gateway read its settings again."),
-    "keys": ("gateway.commands.console", "Make, list and revoke keys of a running gateway."),
+    "keys": ("gateway.commands.keys", "Make, show, change, rotate and revoke keys of a running gateway."),
 }
 _PROGRAMS: Final = {
     "worker": ("workers", "Run a replica: MODEL is a folder, a .gguf file, a hub id, 'default' or 'simulated'."),

@@ -101,8 +101,8 @@ class Record:
     tries: int = 0
     status: int = 0
     error_code: str = ""
-    queue_wait_s: float | None = None
-    """How long it waited for a replica to have room; None where it did not come to that."""
+    queued_s: float = 0.0
+    """What it waited before replicas that were all saturated."""
     first_byte_s: float | None = None
     """Of a generated answer; None of any other."""
     duration_s: float = 0.0

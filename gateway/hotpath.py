@@ -11,22 +11,21 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Final, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.aliases import Aliases
 from gateway.api_error import ApiError
+from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Job, Record
 from gateway.failures import unroutable, unsupported
 from gateway.homes import Home, Homes
-from gateway.keys import KeyRecord, KeyStore
+from gateway.keys import KeyRecord, KeyScope
 from gateway.limits import (
     LOCAL_HEADER,
     Caller,
     Limiter,
-    Quota,
     Refused,
     Rules,
     limit_headers,
@@ -61,6 +60,15 @@ PUBLIC_GROUP: Final = "public"
 """The sharing group, and the tenant, of everyone when the gateway is open."""
 _OWN_WORKERS_LACK: Final = frozenset({"/v1/embeddings", "/v1/responses"})
 _TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
+_SCOPES: Final[dict[str, KeyScope]] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "tokenize",
+}
+"""What a key needs for each of `ENDPOINTS`."""
 _MAX_RETRY_DIGITS: Final = 3
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
@@ -70,9 +78,9 @@ _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use the gateway. `keys` is None when it is open to everyone who reaches it."""
+    """Who may use the gateway. `authenticator` is None when it is open to everyone who reaches it."""
 
-    keys: KeyStore | None
+    authenticator: Authenticator | None
     rules: Rules
     limiter: Limiter
     salt_for: Callable[[str], str]
@@ -164,7 +172,7 @@ class HotPath:
     async def _answer(
         self, scope: Scope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
     ) -> None:
-        key = authenticate(self._access.keys, scope)
+        key = authenticate(self._access.authenticator, scope, _SCOPES[record.endpoint])
         owner = record.tenant = key.tenant if key is not None else PUBLIC_GROUP
         if key is not None:
             record.key_id = key.id
@@ -174,14 +182,16 @@ class HotPath:
         home = None
         if stored is not None:
             request, home = self._find(stored, owner)
+            asked = request.model
         else:
             _require_json(scope)
             body = await read_body(scope, receive, self._max_body_bytes)
             request = parse_request(cast(Endpoint, scope["path"]), body, open_access=key is None)
+            asked = request.model
             request = self._aliases.resolve(request)
             if request.follows is not None and (known := self._home(owner, request.follows)) is not None:
                 home = known.replica_id if known.model == request.model else None
-        pool = self._pool(request)
+        pool = self._pool(request, asked, key)
         record.model = request.model
         record.stream = request.stream
         salt = self._access.salt_for(key.group if key is not None else PUBLIC_GROUP)
@@ -232,7 +242,7 @@ class HotPath:
     def _caller(self, key: KeyRecord | None, tenant: str) -> Caller:
         if key is None:
             return self._access.rules.caller(None, None, tenant)
-        return self._access.rules.caller(key.id, _quota(key), tenant)
+        return self._access.rules.caller(key.id, key.limits, tenant)
 
     async def _admit(
         self, caller: Caller, request: GenerationRequest, prompt: PreparedPrompt, reply: Reply, record: Record
@@ -241,7 +251,8 @@ class HotPath:
         rules, limiter = self._access.rules, self._access.limiter
         limits = rules.limits(caller, request.model)
         max_tokens = request.max_tokens if request.generates else 0
-        amounts = rules.amounts(request.model, prompt.num_tokens, max_tokens, request.choices)
+        choices = request.choices * prompt.num_prompts
+        amounts = rules.amounts(request.model, prompt.total_tokens, max_tokens, choices)
         verdict = limiter.try_reserve(limits, amounts)
         if verdict is None:
             verdict = await limiter.reserve(limits, amounts)
@@ -250,7 +261,7 @@ class HotPath:
         reply.headers += limit_headers(verdict.limits, verdict.left)
         if verdict.is_local:
             reply.headers.append(LOCAL_HEADER)
-        return Spending(verdict, rules, record, prompt.num_tokens)
+        return Spending(verdict, rules, record, prompt.total_tokens)
 
     def _find(self, stored: StoredCall, owner: str) -> tuple[GenerationRequest, str]:
         """A call for a response that is there already → the request for the replica that made it, and that replica."""
@@ -267,22 +278,14 @@ class HotPath:
         except UnknownReplica:
             return None
 
-    def _pool(self, request: GenerationRequest) -> Pool:
+    def _pool(self, request: GenerationRequest, asked: str, key: KeyRecord | None) -> Pool:
+        """`asked`: the name that the client used, and that its key must allow."""
         pool = self._router.pool(request.model)
-        if pool is None:
-            raise unroutable(self._router.unserved(), request.model)
+        if pool is None or (key is not None and not key.may_ask(asked)):  # one answer: nobody learns what there is
+            raise unroutable(self._router.unserved(), asked)
         if pool.key_space == "tokens" and request.endpoint in _OWN_WORKERS_LACK:
             raise unsupported(request)
         return pool
-
-
-def _quota(key: KeyRecord) -> Quota | None:
-    return _quotas(key.requests_per_minute)
-
-
-@cache
-def _quotas(requests_per_minute: int | None) -> Quota | None:
-    return None if requests_per_minute is None else Quota(requests_per_minute=requests_per_minute)
 
 
 def _refuse(refused: Refused, reply: Reply, record: Record) -> ApiError:
@@ -297,16 +300,15 @@ def _error_event(endpoint: str, error: ApiError) -> bytes:
     return error_event(error.message, code=error.code, type_=error.type)
 
 
-def authenticate(keys: KeyStore | None, scope: Scope) -> KeyRecord | None:
-    """The caller's key; None when the gateway is open. Raises `ApiError` 401 for everything that is no valid key."""
-    if keys is None:
+def authenticate(authenticator: Authenticator | None, scope: Scope, needs: KeyScope) -> KeyRecord | None:
+    """The caller's key; None when the gateway is open. Raises `ApiError`: 401 for everything that is no valid client key, 403
+    for one that may not use what it `needs` here.
+    """
+    if authenticator is None:
         return None
-    try:
-        key = keys.verify(header(scope, b"authorization") or b"", "client")
-    except ApiError:
-        key = None
-    if key is None:
-        raise ApiError(401, "invalid_api_key", "Incorrect API key provided.")
+    key = authenticator.client(scope)
+    if not key.may_use(needs):
+        raise ApiError(403, "insufficient_permissions", f"This key does not have the scope '{needs}'.")
     return key
 
 

@@ -16,9 +16,10 @@ from starlette.types import ASGIApp
 from gateway.admin.rest import answer_error, answer_framework_error, with_request_id
 from gateway.aliases import Aliases
 from gateway.api_error import ApiError
+from gateway.authentication import Authenticator
 from gateway.failures import unroutable
 from gateway.hotpath import authenticate
-from gateway.keys import KeyStore
+from gateway.keys import KeyRecord
 from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS
 from router import Router, Unroutable
@@ -27,9 +28,13 @@ __all__ = ["public_app"]
 
 
 def public_app(
-    router: Router, cards: ModelCards, aliases: Aliases, keys: KeyStore | None, unix_time: Callable[[float], float]
+    router: Router,
+    cards: ModelCards,
+    aliases: Aliases,
+    authenticator: Authenticator | None,
+    unix_time: Callable[[float], float],
 ) -> ASGIApp:
-    """`keys`: None when the gateway is open. `unix_time`: of a time on the router's clock."""
+    """`authenticator`: None when the gateway is open. `unix_time`: of a time on the router's clock."""
 
     def entry(name: str) -> dict[str, Any] | None:
         pool = router.pool(aliases.target(name))
@@ -43,21 +48,25 @@ def public_app(
             for name in (*(() if aliases.hides(model) else (model,)), *aliases.of(model))
         ]
 
+    def is_shown(model: str, key: KeyRecord | None) -> bool:
+        return key is None or key.may_ask(model)
+
     async def list_models(request: Request) -> Response:
-        authenticate(keys, request.scope)
-        return _json({"object": "list", "data": list(filter(None, map(entry, names())))})
+        key = authenticate(authenticator, request.scope, "models")
+        shown = (entry(name) for name in names() if is_shown(name, key))
+        return _json({"object": "list", "data": list(filter(None, shown))})
 
     async def show_model(request: Request) -> Response:
-        authenticate(keys, request.scope)
+        key = authenticate(authenticator, request.scope, "models")
         model: str = request.path_params["model"]
-        found = entry(model)
+        found = entry(model) if is_shown(model, key) else None
         if found is None:
             raise unroutable(Unroutable("model_not_found"), model)
         return _json(found)
 
     async def no_response(request: Request) -> Response:
         """The hot path takes the calls for ids that can be some."""
-        authenticate(keys, request.scope)
+        authenticate(authenticator, request.scope, "responses")
         raise ApiError(404, "response_not_found", "There is no such response.")
 
     app = Starlette(

@@ -7,6 +7,7 @@ Starlette app behind them.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 from collections.abc import Callable, Iterable
@@ -188,7 +189,7 @@ def error_headers(error: ApiError) -> list[Header]:
     if error.retry_after_s is not None:
         seconds = max(error.retry_after_s, 0.001)
         headers += [
-            (b"retry-after", str(max(1, round(seconds))).encode()),
+            (b"retry-after", str(math.ceil(seconds)).encode()),
             (b"retry-after-ms", str(max(1, round(seconds * 1000))).encode()),
         ]
     return headers

@@ -15,8 +15,8 @@ URL = "http://127.0.0.1:8100"
 
 
 @pytest.fixture
-def admin(tmp_path: Path) -> Admin:
-    return build(tmp_path)
+async def admin(tmp_path: Path) -> Admin:
+    return await build(tmp_path)
 
 
 async def test_a_worker_is_added_shown_and_removed_as_smg_does_it(admin: Admin) -> None:

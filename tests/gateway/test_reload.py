@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gateway.admin.registry import Registrant
 from gateway.app import build_gateway
+from gateway.keys.opening import open_key_store
 from gateway.reload import plan_reload
 from gateway.reloading import Reloader, SettingsSource
 from gateway.server.listener import Listener
@@ -149,9 +150,10 @@ async def served(folder: Path, **values: Any) -> AsyncIterator[Served]:
     file = folder / "warmpath.yaml"
     file.write_text(yaml.safe_dump({"state_dir": str(folder), **values}))
     source = SettingsSource(load=lambda: load_settings(file), file=file)
-    gateway = build_gateway(source.load(), source)
-    _, key = gateway.keys.create("client", name="t")
-    _, admin_key = gateway.keys.create("admin", name="t")
+    settings = source.load()
+    gateway = build_gateway(settings, await open_key_store(settings), source)
+    _, key = await gateway.keys.create("client", name="t")
+    _, admin_key = await gateway.keys.create("admin", name="t")
     async with (
         gateway.background(),
         serving(gateway.public, http=Listener().protocol) as url,
@@ -313,7 +315,8 @@ async def test_a_file_that_changes_is_read_also_behind_a_link_that_turns(
     (mounted / "warmpath.yaml").symlink_to("..data/warmpath.yaml")
     file = mounted / "warmpath.yaml"
     source = SettingsSource(load=lambda: load_settings(file), file=file)
-    gateway = build_gateway(source.load(), source)
+    settings = source.load()
+    gateway = build_gateway(settings, await open_key_store(settings), source)
 
     async with gateway.background():
         (mounted / "..new").symlink_to("..2")
@@ -365,7 +368,7 @@ async def test_settings_from_elsewhere_can_be_wrong_too(tmp_path: Path) -> None:
     def load() -> Settings:
         raise SettingsError(["environment: WARMPATH_REPLICAS is no JSON"])
 
-    gateway = build_gateway(Settings(state_dir=tmp_path), SettingsSource(load=load))
+    reloader = Reloader(Settings(), SettingsSource(load=load), faults_of=lambda new: [], apply=lambda new: None)
 
     with pytest.raises(SettingsError, match="WARMPATH_REPLICAS"):
-        await gateway.reloader.reload()
+        await reloader.reload()
