@@ -93,3 +93,15 @@ async def test_the_openai_client_gets_an_answer_for_an_alias(tmp_path: Path) -> 
             answer = await client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": "x"}])
 
     assert answer.choices[0].message.content == "hi"
+
+
+async def test_a_key_is_held_to_the_name_that_it_asks_for(tmp_path: Path) -> None:
+    async with stub(says("hi")) as replica, gateway(tmp_path, replica, aliases={"gpt-4o": MODEL}) as running:
+        _, running.key = await running.gateway.keys.create("client", name="few", models=("gpt-4o",))
+        by_alias = await running.chat(model="gpt-4o")
+        by_name = await running.chat(model=MODEL)
+        listed = (await running.client.get("/v1/models", headers=running.auth)).json()["data"]
+
+    assert by_alias.status_code == 200
+    assert (by_name.status_code, by_name.json()["error"]["code"]) == (404, "model_not_found")
+    assert [model["id"] for model in listed] == ["gpt-4o"]
