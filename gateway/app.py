@@ -1,7 +1,7 @@
 """The composition root: builds every object of a gateway, runs its two listeners, ends all of it in order.
 
-Order of the end: the listeners stop accepting and give running answers `grace_s`; then nothing needs the watcher, the
-upstream connections and the thread that tokenizes, and they are closed.
+Order of the end: the listeners stop as `gateway.shutdown` says; then nothing needs the watcher, the upstream connections and
+the thread that tokenizes, and they are closed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.settings import Settings
+from gateway.shutdown import Shutdown, uvicorn_grace_s
 from gateway.telemetry import Telemetry
 from gateway.tokenizing import Tokenizing
-from gateway.upstream.contract import Timeouts
+from gateway.upstream.contract import Timeouts, Upstream
 from gateway.upstream.http1 import Http1Upstream
+from gateway.upstream.httpx_upstream import HttpxUpstream
 from gateway.watch import Watcher
 from router import Decision, Router, Unroutable
 
@@ -65,13 +67,15 @@ class Gateway:
     """A built gateway: two apps, and what runs beside them (`Gateway.background`)."""
 
     settings: Settings
-    public: ASGIApp
+    public: HotPath
     admin: ASGIApp
     keys: KeyStore
     registry: Registry
     watcher: Watcher
-    upstream: Http1Upstream
+    upstream: Upstream
     executor: ThreadPoolExecutor
+    stopping: asyncio.Event
+    """Set when it should get no new requests, because it is to end."""
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
@@ -100,7 +104,7 @@ def build_gateway(settings: Settings) -> Gateway:
     keys = KeyStore.open(settings.state_dir)
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
     router = Router(settings.routing.router_settings)
-    upstream = Http1Upstream()
+    upstream: Upstream = Http1Upstream() if settings.upstream.transport == "native" else HttpxUpstream()
     prompters = Prompters()
     preparer = Preparer(prompters, executor, settings.prompts.escapes)
     cards = ModelCards()
@@ -114,6 +118,7 @@ def build_gateway(settings: Settings) -> Gateway:
         stop_watch=watcher.stop,
     )
     telemetry = Telemetry()
+    stopping = asyncio.Event()
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
 
     def finished(record: Record) -> None:
@@ -170,12 +175,12 @@ def build_gateway(settings: Settings) -> Gateway:
         ).explain,
         decisions=lambda: list(decisions),
         in_flight=lambda: hot_path.in_flight,
-        unready=lambda: _unready(router),
+        unready=lambda: "The gateway is stopping." if stopping.is_set() else _unready(router),
         clock=clock,
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
-    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor)
+    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor, stopping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,13 +233,23 @@ async def run_gateway(settings: Settings) -> None:
         gateway = build_gateway(settings)
         _first_keys(gateway.keys, settings)
         grace_s = settings.server.grace_s
-        servers = [
-            _server(gateway.public, Listener(settings.server.limits), grace_s),
-            _server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), grace_s),
-        ]
+        listener = Listener(settings.server.limits)
+
+        def begin_to_stop() -> None:
+            gateway.stopping.set()
+            listener.drain()
+
+        shutdown = Shutdown(
+            _server(gateway.public, listener, grace_s),
+            _server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), 0.0),
+            drain_s=settings.server.drain_s,
+            grace_s=grace_s,
+            begin=begin_to_stop,
+            cut=gateway.public.cut,
+        )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _ask_to_stop, servers)
+            loop.add_signal_handler(number, shutdown.tell)
         _log.info(
             "serving http://%s:%d/v1, admin http://%s:%d",
             *public_socket.getsockname()[:2],
@@ -242,7 +257,7 @@ async def run_gateway(settings: Settings) -> None:
         )
         _spare_collections()
         async with gateway.background():
-            await asyncio.gather(servers[0].serve([public_socket]), servers[1].serve([admin_socket]))
+            await shutdown.serve(public_socket, admin_socket)
 
 
 def _spare_collections() -> None:
@@ -252,13 +267,6 @@ def _spare_collections() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 1_000)
-
-
-def _ask_to_stop(servers: list[uvicorn.Server]) -> None:
-    """Asked again, it waits for no answer that still runs."""
-    for server in servers:
-        server.force_exit = server.should_exit
-        server.should_exit = True
 
 
 class _Server(uvicorn.Server):
@@ -278,7 +286,7 @@ def _server(app: ASGIApp, listener: Listener, grace_s: float) -> uvicorn.Server:
             ws="none",
             access_log=False,
             log_config=None,
-            timeout_graceful_shutdown=max(1, round(grace_s)),
+            timeout_graceful_shutdown=uvicorn_grace_s(grace_s),
         )
     )
 

@@ -6,6 +6,8 @@ costs nothing upstream. Whatever goes wrong becomes one answer in OpenAI's shape
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api_error import ApiError
 from gateway.dispatch import Dispatcher, Job, Record
-from gateway.failures import unroutable, unsupported
+from gateway.failures import shutting_down, unroutable, unsupported
 from gateway.homes import Home, Homes
 from gateway.keys import KeyRecord, KeyStore
 from gateway.limits import Refused, RequestLimiter, limit_headers
@@ -38,6 +40,8 @@ PUBLIC_GROUP: Final = "public"
 """The sharing group, and the tenant, of everyone when the gateway is open."""
 _OWN_WORKERS_LACK: Final = frozenset({"/v1/embeddings", "/v1/responses"})
 _TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
+_LAST_WORDS_S: Final = 1.0
+"""A client that does not take them in time has stopped reading."""
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
 _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
@@ -81,8 +85,19 @@ class HotPath:
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._on_finish = on_finish
-        self.in_flight = 0
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_cut = False
+
+    @property
+    def in_flight(self) -> int:
         """Requests being answered."""
+        return len(self._running)
+
+    def cut(self) -> None:
+        """End every answer that still runs with a clear error: this process is about to end."""
+        self._is_cut = True
+        for task in self._running:
+            task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -98,7 +113,8 @@ class HotPath:
         record = Record(
             request_id=reply.request_id, endpoint=stored.endpoint if stored else scope["path"], started_at=self._clock()
         )
-        self.in_flight += 1
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._running.add(task)
         try:
             await self._answer(scope, receive, reply, record, stored)
             record.status = reply.status or 0
@@ -109,6 +125,11 @@ class HotPath:
             else:  # committed while it waited for its first token
                 await reply.end(_error_event(record.endpoint, error))
             record.status = reply.status or 0
+        except asyncio.CancelledError:
+            if not self._is_cut:
+                raise
+            task.uncancel()
+            await _say_cut(reply, record)
         except ClientGone:
             record.status, record.error_code = 499, "client_gone"
         except Exception:
@@ -119,7 +140,7 @@ class HotPath:
             else:
                 raise  # the server closes the connection: the client sees a broken body, never a complete one
         finally:
-            self.in_flight -= 1
+            self._running.discard(task)
             record.duration_s = self._clock() - record.started_at
             self._on_finish(record)
 
@@ -215,6 +236,22 @@ class HotPath:
         if pool.key_space == "tokens" and request.endpoint in _OWN_WORKERS_LACK:
             raise unsupported(request)
         return pool
+
+
+async def _say_cut(reply: Reply, record: Record) -> None:
+    """The last words of an answer that was cut. One that cannot have any is left broken, which the server shows as such."""
+    if reply.complete:
+        record.status = reply.status or 0
+        return
+    error = shutting_down()
+    record.error_code = error.code
+    record.status = reply.status or error.status
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORDS_S):
+            if reply.status is None:
+                await reply.error(error)
+            elif reply.streams:
+                await reply.end(_error_event(record.endpoint, error))
 
 
 def _error_event(endpoint: str, error: ApiError) -> bytes:

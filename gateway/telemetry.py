@@ -111,6 +111,11 @@ class Telemetry:
         self._refusals = Counter(
             "warmpath_limit_refusals", "Requests over a limit of their key.", ["limit"], registry=registry
         )
+        self._overloaded = Counter(
+            "warmpath_gateway_overloaded",
+            "Requests refused because the gateway had no descriptor, port or memory for a connection to a replica.",
+            registry=registry,
+        )
         self._gaps = GapHistogram()
         registry.register(self._gaps)
         self._models: dict[str, _ModelMetrics] = {}
@@ -123,6 +128,8 @@ class Telemetry:
         model.requests(record.status).inc()
         if record.error_code == "rate_limit_exceeded":
             self._refusals.labels("requests").inc()
+        if record.error_code == "gateway_overloaded":
+            self._overloaded.inc()
         if record.decision is None:
             return
         model.decisions(record.decision.policy, record.decision.reason).inc()
