@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib.metadata
 import logging
+import math
 import random
 import signal
 import socket
@@ -26,6 +27,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway.access_log import AccessLog, open_access_log
 from gateway.admin.addresses import resolve_host
 from gateway.admin.context import AdminContext
 from gateway.admin.registry import Registry
@@ -35,16 +37,17 @@ from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.keys import KeyKind, KeyStore
-from gateway.limits import RequestLimiter
+from gateway.limits import Ledger, Limiter, LocalLimiter, Price, Rules
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.settings import Settings
+from gateway.settings import Settings, TracingSettings
 from gateway.shutdown import Shutdown, uvicorn_grace_s
 from gateway.telemetry import Telemetry
 from gateway.tokenizing import Tokenizing
+from gateway.tracing import Tracer, otlp_export
 from gateway.upstream.contract import Timeouts, Upstream
 from gateway.upstream.http1 import Http1Upstream
 from gateway.upstream.httpx_upstream import HttpxUpstream
@@ -74,6 +77,10 @@ class Gateway:
     watcher: Watcher
     upstream: Upstream
     executor: ThreadPoolExecutor
+    limiter: Limiter
+    telemetry: Telemetry
+    tracer: Tracer
+    access_log: AccessLog | None
     stopping: asyncio.Event
     """Set when it should get no new requests, because it is to end."""
 
@@ -82,15 +89,19 @@ class Gateway:
         """Watches replicas and ends leases while the block runs."""
         for replica in self.settings.replicas:
             self.registry.add_static(replica.replica_id, replica.spec, time.monotonic())
-        expiring = asyncio.create_task(self._expire_leases())
+        tasks = [asyncio.create_task(self._expire_leases()), asyncio.create_task(self.telemetry.watch_loop())]
         try:
             yield
         finally:
-            expiring.cancel()
-            await asyncio.gather(expiring, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.watcher.aclose()
             await self.upstream.aclose()
             self.executor.shutdown(wait=False, cancel_futures=True)
+            await self.tracer.aclose()
+            if self.access_log is not None:
+                await asyncio.to_thread(self.access_log.close)
 
     async def _expire_leases(self) -> None:
         while True:
@@ -119,10 +130,33 @@ def build_gateway(settings: Settings) -> Gateway:
     )
     telemetry = Telemetry()
     stopping = asyncio.Event()
+    limiter = LocalLimiter(Ledger(hold_s=math.inf), clock, time.time)
+    tracer = _tracer(settings.tracing, unix_offset=lambda: time.time() - clock())
+    access_log = open_access_log(settings.log.access)
+    if access_log is not None:
+        telemetry.register(
+            "counter",
+            "warmpath_access_log_dropped",
+            "Lines of the access log that were lost: nobody took them in time, or the disk is full.",
+            (),
+            lambda: {(): access_log.num_dropped},
+        )
+    telemetry.register(
+        "gauge",
+        "warmpath_upstream_connections",
+        "Connections to replicas: with a request on them, or kept for the next one.",
+        ["state"],
+        lambda: {("in_use",): upstream.in_use, ("idle",): upstream.idle},
+    )
+    counts = settings.telemetry.metrics
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
 
     def finished(record: Record) -> None:
-        telemetry.finished(record)
+        if counts:
+            telemetry.finished(record)
+        if access_log is not None:
+            access_log.finished(record)
+        tracer.finished(record)
         if record.decision is not None:
             decisions.append(record)
 
@@ -136,7 +170,8 @@ def build_gateway(settings: Settings) -> Gateway:
         router=router,
         access=Access(
             keys=None if settings.server.open else keys,
-            limiter=RequestLimiter(settings.limits.requests_per_minute),
+            rules=limit_rules(settings),
+            limiter=limiter,
             salt_for=keys.salt_for,
         ),
         cards=cards,
@@ -156,11 +191,12 @@ def build_gateway(settings: Settings) -> Gateway:
             ping_s=settings.stream.ping_s,
             clock=clock,
             draw=random.random,
-            on_gap=telemetry.gap,
-            on_failed_try=telemetry.upstream_failed,
+            on_gap=telemetry.gap if counts else _count_nothing,
+            on_failed_try=telemetry.upstream_failed if counts else _count_nothing,
         ),
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
+        begin_trace=tracer.begin,
         on_finish=finished,
     )
     context = AdminContext(
@@ -180,7 +216,56 @@ def build_gateway(settings: Settings) -> Gateway:
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
-    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor, stopping)
+    return Gateway(
+        settings,
+        hot_path,
+        admin_app(context),
+        keys,
+        registry,
+        watcher,
+        upstream,
+        executor,
+        limiter,
+        telemetry,
+        tracer,
+        access_log,
+        stopping,
+    )
+
+
+def limit_rules(settings: Settings) -> Rules:
+    """What settings say of quotas and prices."""
+    return Rules(
+        settings.limits.quota,
+        tenants={name: tenant.quota.quota for name, tenant in settings.tenants.items()},
+        models={name: model.quota.quota for name, model in settings.models.items()},
+        prices={
+            name: Price(model.input_usd, model.cached_input_usd, model.output_usd)
+            for name, model in settings.models.items()
+        },
+        reserved_output_tokens=settings.limits.reserved_output_tokens,
+        share=settings.limits.hosts,
+    )
+
+
+def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Tracer:
+    export = None
+    if settings.exporter == "otlp":
+        export = otlp_export(
+            endpoint=settings.endpoint,
+            service_name=settings.service_name,
+            version=importlib.metadata.version("warmpath"),
+        )
+    return Tracer(
+        export,
+        sample_ratio=settings.sample_ratio,
+        follow_caller=settings.follow_caller,
+        unix_offset=unix_offset,
+    )
+
+
+def _count_nothing(model: str, value: object) -> None:
+    """Where metrics are off."""
 
 
 @dataclass(frozen=True, slots=True)

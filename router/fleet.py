@@ -150,6 +150,14 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     indexed: bool
     """Whether its events are followed; False for one whose cache is too large for the index."""
     accuracy: Accuracy
+    breaker_transitions: int = 0
+    """Changes of `breaker` so far."""
+    event_gaps: int = 0
+    """Of `router.trust.EventStream`, as the next two: frames that came after a gap,"""
+    event_snapshots: int = 0
+    """whole pictures taken,"""
+    event_restarts: int = 0
+    """and former lives of the replica."""
 
 
 class Replica:
@@ -395,4 +403,8 @@ class Replica:
             expected_blocks=self.holding.expected,
             indexed=self.indexed,
             accuracy=replace(self.accuracy),
+            breaker_transitions=self.breaker.transitions,
+            event_gaps=self.stream.gaps,
+            event_snapshots=self.stream.snapshots,
+            event_restarts=self.stream.restarts,
         )

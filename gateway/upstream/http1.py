@@ -53,11 +53,11 @@ class Http1Upstream:
     @property
     def in_use(self) -> int:
         """Connections that carry an exchange."""
-        return sum(connection.exchange is not None for connection in self._connections)
+        return sum(connection.exchange is not None for connection in list(self._connections))
 
     @property
     def idle(self) -> int:
-        return sum(map(len, self._idle.values()))
+        return sum(map(len, list(self._idle.values())))
 
     async def send(self, request: UpstreamRequest) -> Exchange:
         """See `Upstream.send`. A request that met a connection closed while idle is sent once more, on a fresh one."""

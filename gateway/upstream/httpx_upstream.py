@@ -135,6 +135,11 @@ class _Exchange:
         self._taken.set()
         return chunk
 
+    async def forward(self, take: Callable[[bytes], bool]) -> None:
+        while (chunk := await self.read_chunk()) is not None:
+            if not take(chunk):
+                return
+
     async def read(self, limit: int) -> bytes:
         parts: list[bytes] = []
         size = 0

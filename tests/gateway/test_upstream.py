@@ -494,6 +494,37 @@ async def test_two_thousand_aborted_streams_leave_room_for_the_next_call(transpo
         await eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
+async def test_pieces_are_forwarded_until_no_more_are_wanted_and_the_rest_can_be_read(transport: Transport) -> None:
+    wanted = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.write_pieces([STREAM_HEAD, b"2\r\non\r\n"])
+        await wanted.wait()
+        await peer.write_pieces([b"1\r\nx\r\n", b"0\r\n\r\n"])
+
+    taken: list[bytes] = []
+
+    def take_one(chunk: bytes) -> bool:
+        taken.append(chunk)
+        wanted.set()
+        return False
+
+    def fail(chunk: bytes) -> bool:
+        raise ValueError("not that")
+
+    async with connected(script, transport) as (upstream, replica):
+        response = await upstream.send(request(replica.origin))
+
+        await response.forward(take_one)
+        assert taken == [b"on"]
+        with pytest.raises(ValueError, match="not that"):
+            await response.forward(fail)
+        await response.forward(take_one)
+        assert await response.read_chunk() is None
+        assert taken == [b"on"]
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL])
 async def test_no_room_for_a_connection_is_no_failed_connect(
     monkeypatch: pytest.MonkeyPatch, number: int, transport: Transport
