@@ -333,6 +333,16 @@ async def run_gateway(settings: Settings) -> None:
             cut=gateway.public.cut,
         )
         loop = asyncio.get_running_loop()
+        gateway.telemetry.register(
+            "gauge",
+            "warmpath_client_connections",
+            "Connections of clients.",
+            [],
+            lambda: {(): listener.num_connections},
+        )
+        gateway.telemetry.register(
+            "gauge", "warmpath_tasks", "Tasks of the event loop.", [], lambda: {(): len(asyncio.all_tasks(loop))}
+        )
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, shutdown.tell)
         _log.info(
