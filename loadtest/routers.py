@@ -78,12 +78,26 @@ def start_stubs(
     return urls
 
 
-def start_ours(stack: contextlib.ExitStack, folder: Path, urls: Sequence[str], port: int) -> Router:
-    """With keys, and a limit so high that it is only counted. Its admin listener is at the next port."""
+def start_ours(
+    stack: contextlib.ExitStack,
+    folder: Path,
+    urls: Sequence[str],
+    port: int,
+    settings: Mapping[str, str] | None = None,
+) -> Router:
+    """With keys, a limit so high that it is only counted, an access log and traces. Its admin listener is at the next port.
+    `settings`: variables of its environment."""
     admin_key = f"wpa-bench-{secrets.token_urlsafe(24)}"
     command = [sys.executable, "-m", "gateway", "serve", "--port", str(port), "--admin-port", str(port + 1)]
     command += ["--replicas", ",".join(urls), "--state-dir", str(folder / "state")]
-    process = stack.enter_context(running_process(command, folder / "ours.log", {"WARMPATH_ADMIN__KEY": admin_key}))
+    environment = {
+        **(settings or {}),
+        "WARMPATH_ADMIN__KEY": admin_key,
+        "WARMPATH_LOG__ACCESS": str(folder / "access.log"),
+        "WARMPATH_TRACING__EXPORTER": "otlp",
+        "WARMPATH_TRACING__ENDPOINT": f"{urls[0]}/v1/traces",  # a stub answers any POST
+    }
+    process = stack.enter_context(running_process(command, folder / "ours.log", environment))
     admin, headers = f"http://127.0.0.1:{port + 1}/admin/v1", {"authorization": f"Bearer {admin_key}"}
     wait_serving(f"{admin}/replicas", process, headers)
     asked = {"kind": "client", "name": "bench", "requests_per_minute": 1_000_000}

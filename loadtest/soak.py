@@ -34,6 +34,8 @@ __all__ = ["Sample", "judge", "soak"]
 _REPLICAS: Final = 4
 _CHUNKS: Final = 6
 _STUB: Final = ("--chunks", str(_CHUNKS), "--gap-ms", "3", "--fail", "0.01", "--cut", "0.01")
+_SETTINGS: Final = {"WARMPATH_ROUTING__INDEX_BYTES": str(16 << 20)}
+"""The index grows to its bound, 1 GiB by default, with every text that is new, as all are here. So it is full when it is warm."""
 _CONCURRENCY: Final = 32
 _WARM_UP: Final = 0.25
 """Of the run: tables and pools grow to their sizes, the index fills."""
@@ -297,7 +299,7 @@ def soak(*, requests: int, abort: float, seed: int, port: int, out: Path | None)
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warmpath-soak-")))
             urls = start_stubs(stack, folder, port, _REPLICAS, [*_STUB, "--seed", str(seed)])
-            router = start_ours(stack, folder, urls, port + 10)
+            router = start_ours(stack, folder, urls, port + 10, _SETTINGS)
             wait_answering(router)
             result = uvloop.run(run(router, requests, abort, seed, every=max(1, requests // _SAMPLES)))
     except SystemFailure as error:
