@@ -4,8 +4,8 @@
     DataPlane      what clients speak to: of a whole gateway, and of each data process
     ControlPlane   keys, leases, admin API: of a whole gateway, and of a supervisor
 
-Order of the end: the listeners stop accepting and give running answers `grace_s`; then nothing needs the watcher, the
-upstream connections and the thread that tokenizes, and they are closed.
+Order of the end: the client listener stops as `gateway.shutdown` says, then the admin listener; then nothing needs the watcher,
+the upstream connections and the thread that tokenizes, and they are closed.
 """
 
 from __future__ import annotations
@@ -57,13 +57,15 @@ from gateway.processes.supervisor import Supervisor, announcing
 from gateway.public import public_app
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.serving import ask_to_stop, bound, listening, make_server, spare_collections
+from gateway.serving import bound, listening, make_server, spare_collections
 from gateway.settings import Settings, TracingSettings
+from gateway.shutdown import ClientServer
 from gateway.telemetry import Telemetry, render
 from gateway.tokenizing import Tokenizing
 from gateway.tracing import SpanExport, Tracer
-from gateway.upstream.contract import Timeouts
+from gateway.upstream.contract import Timeouts, Upstream
 from gateway.upstream.http1 import Http1Upstream
+from gateway.upstream.httpx_upstream import HttpxUpstream
 from gateway.watch import Watcher
 from router import Decision, ReplicaView, Router, Trust, Unroutable
 
@@ -76,6 +78,7 @@ __all__ = [
     "build_data_plane",
     "build_gateway",
     "build_knowledge",
+    "client_server",
     "run",
     "unready",
 ]
@@ -94,7 +97,7 @@ class Knowledge:
 
     router: Router
     watcher: Watcher
-    upstream: Http1Upstream
+    upstream: Upstream
     prompters: Prompters
     cards: ModelCards
     preparer: Preparer
@@ -172,9 +175,11 @@ class Gateway:
     knowledge: Knowledge
     data: DataPlane
     control: ControlPlane
+    stopping: asyncio.Event
+    """Set when it should get no new requests, because it is to end."""
 
     @property
-    def public(self) -> ASGIApp:
+    def public(self) -> HotPath:
         return self.data.public
 
     @property
@@ -182,7 +187,7 @@ class Gateway:
         return self.control.admin
 
     @property
-    def upstream(self) -> Http1Upstream:
+    def upstream(self) -> Upstream:
         return self.knowledge.upstream
 
     @property
@@ -212,13 +217,19 @@ def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
     async def decisions() -> list[DecisionBody]:
         return data.decision_bodies()
 
-    insight = Insight(metrics=metrics, decisions=decisions, unready=lambda: unready(knowledge.router))
+    stopping = asyncio.Event()
+    insight = Insight(
+        metrics=metrics,
+        decisions=decisions,
+        unready=lambda: "The gateway is stopping." if stopping.is_set() else unready(knowledge.router),
+    )
     control = build_control_plane(settings, knowledge, keys, insight)
-    return Gateway(settings, keys, knowledge, data, control)
+    return Gateway(settings, keys, knowledge, data, control, stopping)
 
 
 def build_knowledge(settings: Settings, router: Router) -> Knowledge:
-    upstream, prompters, cards = Http1Upstream(), Prompters(), ModelCards()
+    upstream: Upstream = Http1Upstream() if settings.upstream.transport == "native" else HttpxUpstream()
+    prompters, cards = Prompters(), ModelCards()
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
     return Knowledge(
         router=router,
@@ -259,6 +270,14 @@ def build_data_plane(
             (),
             lambda: {(): access_log.num_dropped},
         )
+    upstream = knowledge.upstream
+    telemetry.register(
+        "gauge",
+        "warmpath_upstream_connections",
+        "Connections to replicas: with a request on them, or kept for the next one.",
+        ["state"],
+        lambda: {("in_use",): upstream.in_use, ("idle",): upstream.idle},
+    )
     counts = settings.telemetry.metrics
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
     authenticator = None if settings.server.open else Authenticator(keys, clock=clock, wall_clock=time.time)
@@ -414,6 +433,24 @@ async def run(settings: Settings, log_level: str) -> None:
         await _run_supervisor(settings, log_level)
 
 
+def client_server(settings: Settings, data: DataPlane) -> ClientServer:
+    """The server that clients of this process speak to, and what metrics tell of it."""
+    listener, loop = Listener(settings.server.limits), asyncio.get_running_loop()
+    data.telemetry.register(
+        "gauge", "warmpath_client_connections", "Connections of clients.", [], lambda: {(): listener.num_connections}
+    )
+    data.telemetry.register(
+        "gauge", "warmpath_tasks", "Tasks of the event loop.", [], lambda: {(): len(asyncio.all_tasks(loop))}
+    )
+    return ClientServer(
+        make_server(data.public, listener, settings.server.grace_s),
+        listener,
+        drain_s=settings.server.drain_s,
+        grace_s=settings.server.grace_s,
+        cut=data.public.cut,
+    )
+
+
 async def _run_alone(settings: Settings) -> None:
     with (
         listening(settings.server.host, settings.server.port) as public_socket,
@@ -421,14 +458,18 @@ async def _run_alone(settings: Settings) -> None:
     ):
         gateway = build_gateway(settings, await open_key_store(settings))
         await _first_keys(gateway.keys, is_open=settings.server.open)
-        grace_s = settings.server.grace_s
-        servers = [
-            make_server(gateway.public, Listener(settings.server.limits), grace_s),
-            make_server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), grace_s),
-        ]
+        public = client_server(settings, gateway.data)
+        admin = make_server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), 0.0)
+
+        def stop() -> None:
+            gateway.stopping.set()
+            if public.is_stopping:
+                admin.force_exit = True
+            public.stop()
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ask_to_stop, servers)
+            loop.add_signal_handler(number, stop)
         _log.info(
             "serving http://%s:%d/v1, admin http://%s:%d",
             *public_socket.getsockname()[:2],
@@ -436,7 +477,12 @@ async def _run_alone(settings: Settings) -> None:
         )
         spare_collections()
         async with gateway.background():
-            await asyncio.gather(servers[0].serve([public_socket]), servers[1].serve([admin_socket]))
+            serving = asyncio.create_task(admin.serve([admin_socket]))
+            try:
+                await public.serve(public_socket)
+            finally:
+                admin.should_exit = True
+                await serving
 
 
 async def _run_supervisor(settings: Settings, log_level: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from gateway.api_error import ApiError
-from gateway.failures import all_busy, bad_upstream, passed_on, quarantined, unroutable, upstream_error
+from gateway.failures import all_busy, bad_upstream, overloaded, passed_on, quarantined, unroutable, upstream_error
 from gateway.forwarding import Forwarding
 from gateway.homes import Home, Homes
 from gateway.openai import GenerationRequest, Usage, parse_response, parse_usage
@@ -32,6 +32,7 @@ from gateway.sse import EventRelay, SseRelay
 from gateway.tracing import UNTRACED, Attempt, Trace
 from gateway.upstream.contract import (
     ConnectRefused,
+    LocalExhaustion,
     Origin,
     Timeouts,
     Upstream,
@@ -312,6 +313,8 @@ class Dispatcher:
         with _Held(self._router, reservation, attempt, self._clock) as held:
             try:
                 response = await self._upstream.send(self._upstream_request(job, spec, record.trace.headers(attempt)))
+            except LocalExhaustion as error:
+                raise overloaded() from error  # another replica would need a connection as well
             except UpstreamError as error:
                 raise held.failed(error) from error
             try:

@@ -14,7 +14,17 @@ from gateway.openai import GenerationRequest
 from gateway.upstream.contract import ConnectFailed, UpstreamTimeout
 from router import Unroutable
 
-__all__ = ["all_busy", "bad_upstream", "passed_on", "quarantined", "unroutable", "unsupported", "upstream_error"]
+__all__ = [
+    "all_busy",
+    "bad_upstream",
+    "overloaded",
+    "passed_on",
+    "quarantined",
+    "shutting_down",
+    "unroutable",
+    "unsupported",
+    "upstream_error",
+]
 
 _MAX_TOLD_CHARS: Final = 200
 
@@ -22,6 +32,16 @@ _MAX_TOLD_CHARS: Final = 200
 def quarantined(status: int) -> ApiError:
     message = "Replicas were lost while they answered this request, so it is not sent to another one for a while."
     return ApiError(status, "request_quarantined", message, should_retry=False)
+
+
+def overloaded() -> ApiError:
+    message = "The gateway has no room for another connection to a replica. Try again later."
+    return ApiError(503, "gateway_overloaded", message, retry_after_s=1.0)
+
+
+def shutting_down() -> ApiError:
+    message = "The gateway was stopped before this answer was complete. Another one may take the request."
+    return ApiError(503, "gateway_shutdown", message, retry_after_s=1.0)
 
 
 def bad_upstream(message: str) -> ApiError:

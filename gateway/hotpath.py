@@ -7,6 +7,8 @@ becomes one answer in OpenAI's shape here, at the edge.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterable
@@ -18,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api_error import ApiError
 from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Job, Record
-from gateway.failures import unroutable, unsupported
+from gateway.failures import shutting_down, unroutable, unsupported
 from gateway.homes import Home, Homes
 from gateway.keys import KeyRecord, KeyScope
 from gateway.limits import (
@@ -68,6 +70,8 @@ _SCOPES: Final[dict[str, KeyScope]] = {
     "/detokenize": "tokenize",
 }
 """What a key needs for each of `ENDPOINTS`."""
+_LAST_WORDS_S: Final = 1.0
+"""A client that does not take them in time has stopped reading."""
 _MAX_RETRY_DIGITS: Final = 3
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
@@ -115,8 +119,19 @@ class HotPath:
         self._clock = clock
         self._begin_trace = begin_trace
         self._on_finish = on_finish
-        self.in_flight = 0
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_cut = False
+
+    @property
+    def in_flight(self) -> int:
         """Requests being answered."""
+        return len(self._running)
+
+    def cut(self) -> None:
+        """End every answer that still runs with a clear error: this process is about to end."""
+        self._is_cut = True
+        for task in self._running:
+            task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -137,7 +152,8 @@ class HotPath:
             method=scope["method"],
             client_retries=_client_retries(scope),
         )
-        self.in_flight += 1
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._running.add(task)
         try:
             await self._answer(scope, receive, reply, record, stored)
             record.status = reply.status or 0
@@ -148,6 +164,11 @@ class HotPath:
             else:  # committed while it waited for its first token
                 await reply.end(_error_event(record.endpoint, error))
             record.status = reply.status or 0
+        except asyncio.CancelledError:
+            if not self._is_cut:
+                raise
+            task.uncancel()
+            await _say_cut(reply, record)
         except ClientGone:
             record.status, record.error_code = 499, "client_gone"
         except Exception:
@@ -158,7 +179,7 @@ class HotPath:
             else:
                 raise  # the server closes the connection: the client sees a broken body, never a complete one
         finally:
-            self.in_flight -= 1
+            self._running.discard(task)
             record.duration_s = self._clock() - record.started_at
             self._on_finish(record)
 
@@ -277,6 +298,22 @@ class HotPath:
         if pool.key_space == "tokens" and request.endpoint in _OWN_WORKERS_LACK:
             raise unsupported(request)
         return pool
+
+
+async def _say_cut(reply: Reply, record: Record) -> None:
+    """The last words of an answer that was cut. One that cannot have any is left broken, which the server shows as such."""
+    if reply.complete:
+        record.status = reply.status or 0
+        return
+    error = shutting_down()
+    record.error_code = error.code
+    record.status = reply.status or error.status
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORDS_S):
+            if reply.status is None:
+                await reply.error(error)
+            elif reply.streams:
+                await reply.end(_error_event(record.endpoint, error))
 
 
 def _refuse(refused: Refused, reply: Reply, record: Record) -> ApiError:

@@ -65,6 +65,7 @@ __all__ = [
     "TelemetrySettings",
     "TenantSettings",
     "TracingSettings",
+    "UpstreamSettings",
     "load_settings",
     "redacted",
 ]
@@ -135,8 +136,11 @@ class ServerSettings(_Group):
     """That share the port. One process uses one core; more than there are cores only cost."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 << 20
     """About a million tokens of English; more is a mistake or an attack."""
-    grace_s: Seconds = 30.0
-    """How long running answers may go on after SIGTERM; Kubernetes kills after 30 s by default."""
+    grace_s: Seconds = 25.0
+    """How long running answers may go on after SIGTERM. Kubernetes kills after 30 s by default, and what is left then must be
+    told that it was cut."""
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """Of that, how long new connections are still accepted, for load balancers that learn of the end late."""
     max_connections: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     """None: two fifths of the descriptors that the process may have, since each may need another one to a replica."""
     head_s: Seconds = _LISTENER.head_s
@@ -152,6 +156,12 @@ class ServerSettings(_Group):
     def _open_means_loopback(self) -> ServerSettings:
         if self.open and not _is_loopback(self.host):
             raise ValueError("open needs host 127.0.0.1, ::1 or localhost: it would serve everybody who reaches it")
+        return self
+
+    @model_validator(mode="after")
+    def _drain_within_grace(self) -> ServerSettings:
+        if self.drain_s >= self.grace_s:
+            raise ValueError("drain_s is a part of grace_s, and must be less")
         return self
 
     @property
@@ -241,6 +251,13 @@ class StreamSettings(_Group):
     """A stream that has no first token by then gets its status line, and comments until it has: proxies cut what is silent."""
     ping_s: Seconds = 10.0
     """Between two such comments."""
+
+
+class UpstreamSettings(_Group):
+    """How replicas are spoken to."""
+
+    transport: Literal["native", "httpx"] = "native"
+    """httpx: a connection a request and some 80 times the CPU; to compare with, should the native client be in doubt."""
 
 
 class QuotaSettings(_Group):
@@ -455,6 +472,7 @@ class Settings(_Group):
     prompts: PromptSettings = PromptSettings()
     stream: StreamSettings = StreamSettings()
     keys: KeysGroup = KeysGroup()
+    upstream: UpstreamSettings = UpstreamSettings()
     limits: LimitSettings = LimitSettings()
     tenants: dict[Name, TenantSettings] = {}
     models: dict[Annotated[str, AfterValidator(checked_model)], ModelSettings] = {}

@@ -51,8 +51,8 @@ _DURATION_BOUNDS: Final = tuple(0.01 * 2**power for power in range(14))
 """OpenTelemetry's advice for whole requests: 10 ms doubling to 82 s."""
 _GAP_BOUNDS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 """OpenTelemetry's advice for time per output token."""
-_LAG_BOUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_LAG_EVERY_S: Final = 0.1
+_LAG_BOUNDS: Final = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_LAG_EVERY_S: Final = 0.05
 
 _Labels = TypeVar("_Labels", bound=tuple[str, ...])
 Read = Callable[[], Mapping[tuple[str, ...], float]]
@@ -68,6 +68,7 @@ class Telemetry:
         self._limiter_errors: Counter[str] = Counter()
         self._is_limited_locally = False
         self._client_retries = 0
+        self._overloaded = 0
         self._gaps = GapHistogram()
         self._lag = _Histogram(_LAG_BOUNDS)
         self._registry = CollectorRegistry()
@@ -90,6 +91,8 @@ class Telemetry:
             self._refusals[record.limit] += 1
         if record.client_retries:
             self._client_retries += 1
+        if record.error_code == "gateway_overloaded":
+            self._overloaded += 1
         if decision is None:
             return
         model = ending.model
@@ -277,6 +280,12 @@ class _Counts(Collector):
             "Requests that a client's SDK says it tried before.",
             [],
             {(): telemetry._client_retries},
+        )
+        yield _counters(
+            "warmpath_gateway_overloaded",
+            "Requests refused because the gateway had no descriptor, port or memory for a connection to a replica.",
+            [],
+            {(): telemetry._overloaded},
         )
         lag = HistogramMetricFamily("warmpath_event_loop_lag_seconds", "How late the event loop is.")
         telemetry._lag.add_to(lag, ())

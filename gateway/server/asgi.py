@@ -149,6 +149,8 @@ class Reply:
         """Of the answer, whatever it will be."""
         self.status: int | None = None
         """None until the status line went out: until then every ending is still possible."""
+        self.streams = False
+        """Whether it goes out in pieces, each of which is whole by itself."""
         self.complete = False
         """Whether its last byte was handed to the server."""
 
@@ -163,6 +165,7 @@ class Reply:
         self.status = status  # not before: a start that is cancelled while it waits for a slow client has not begun
 
     async def chunk(self, data: bytes) -> None:
+        self.streams = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
