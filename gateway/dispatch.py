@@ -212,6 +212,7 @@ class Dispatcher:
         router: Router,
         upstream: Upstream,
         homes: Homes,
+        quarantine: Quarantine,
         *,
         timeouts: Timeouts,
         commit_after_s: float,
@@ -235,7 +236,7 @@ class Dispatcher:
         self._on_gap = on_gap
         self._on_failed_try = on_failed_try
         self._budget = RetryBudget()
-        self._quarantine = Quarantine()
+        self._quarantine = quarantine
 
     async def answer(self, job: Job, reply: Reply, record: Record) -> None:
         """Answer through `reply`. Raises `ApiError` as long as its answer has not begun; its status may be out by then."""

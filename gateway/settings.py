@@ -26,6 +26,7 @@ from pydantic import (
     PlainValidator,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -48,6 +49,7 @@ __all__ = [
     "ModelSettings",
     "PromptSettings",
     "QuotaSettings",
+    "RedisSettings",
     "RegistrySettings",
     "ReplicaSettings",
     "RoutingGroup",
@@ -110,6 +112,8 @@ class ServerSettings(_Group):
     host: str = "127.0.0.1"
     """Reachable from this machine only, until somebody decides otherwise."""
     port: Port = 8000
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """That share the port. One process uses one core; more than there are cores only cost."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 << 20
     """About a million tokens of English; more is a mistake or an attack."""
     grace_s: Seconds = 30.0
@@ -250,7 +254,8 @@ class LimitSettings(QuotaSettings):
     """What an answer without max_tokens is taken to need until its usage is known: too little lets more through than the limit,
     by what the running answers have beyond it; too much refuses who has room."""
     hosts: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Gateways that serve the same keys without a Redis between them: each lets its share of every limit through."""
+    """Gateways that serve the same keys. Without a Redis between them each lets its share of every limit through; with one, as
+    long as it is away."""
 
 
 class TenantSettings(_Group):
@@ -281,6 +286,20 @@ class AdmissionSettings(_Group):
     """Requests that may wait; what comes then is refused at once. 0: nothing waits."""
     deadline_s: Seconds = 30.0
     """How long one may wait before it is refused."""
+
+
+class RedisSettings(_Group):
+    """Where several gateways keep the limits that they share. Without it each keeps its own."""
+
+    url: Secret = None
+    """redis://:PASSWORD@HOST:6379/0, rediss:// for TLS, or unix:///PATH."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_redis(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("begins with redis://, rediss:// or unix://")
+        return url
 
 
 class LeaseSettings(_Group):
@@ -360,6 +379,7 @@ class Settings(_Group):
     tenants: dict[Annotated[str, AfterValidator(checked_label)], TenantSettings] = {}
     models: dict[Annotated[str, AfterValidator(checked_model)], ModelSettings] = {}
     admission: AdmissionSettings = AdmissionSettings()
+    redis: RedisSettings = RedisSettings()
     leases: LeaseSettings = LeaseSettings()
     registry: RegistrySettings = RegistrySettings()
     telemetry: TelemetrySettings = TelemetrySettings()

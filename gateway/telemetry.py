@@ -12,8 +12,10 @@ histograms 2 us, of which a request would need a dozen.
     status      HTTP status of the answer, 499 when the client left
     policy      how the router chose
     reason      why the router chose, or why a replica failed
+    kind        how the ledger of limits failed: timeout, connection, readonly, ...
     replica     id
-    trust, state, limit     of fixed sets
+    trust, state, mode      of fixed sets
+    limit       requests, tokens, parallel, tokens_day, usd_day
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from gateway.dispatch import Record
 from router import BreakerState, ReplicaView, Trust
 from router.wire import Load
 
-__all__ = ["CONTENT_TYPE", "GapHistogram", "Telemetry"]
+__all__ = ["CONTENT_TYPE", "GapHistogram", "Telemetry", "render"]
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -57,12 +59,14 @@ Read = Callable[[], Mapping[tuple[str, ...], float]]
 
 
 class Telemetry:
-    """One per gateway. Filled on the event loop; `render` may run in a thread."""
+    """One per gateway. Filled on the event loop; `families` and `render` may run in a thread."""
 
     def __init__(self) -> None:
         self._models: dict[str, _Model] = {}
         self._endings: dict[tuple[str, int, str, str], _Ending] = {}
         self._refusals: Counter[str] = Counter()
+        self._limiter_errors: Counter[str] = Counter()
+        self._is_limited_locally = False
         self._client_retries = 0
         self._gaps = GapHistogram()
         self._lag = _Histogram(_LAG_BOUNDS)
@@ -110,6 +114,12 @@ class Telemetry:
         """Count a try that came to nothing. `reason`: the code of the error it would have been."""
         self._model(model).upstream_errors[reason] += 1
 
+    def limiter_mode(self, is_local: bool) -> None:
+        self._is_limited_locally = is_local
+
+    def limiter_failed(self, kind: str) -> None:
+        self._limiter_errors[kind] += 1
+
     def gap(self, model: str, seconds: float) -> None:
         """Count the time between two chunks of a stream. The one call per chunk: 0.2 us."""
         self._gaps.observe(model, seconds)
@@ -130,11 +140,10 @@ class Telemetry:
         """Show what somebody else counts. `read` gives a value for each tuple of label values; it is called in any thread."""
         self._registry.register(_Elsewhere(kind, name, about, labels, read))
 
-    def render(self, replicas: Sequence[ReplicaView], in_flight: int, now: float) -> bytes:
-        """Everything in Prometheus's text format. `now`: monotonic seconds. Not on the event loop: 30 ms for 1,024 replicas."""
-        in_flight_family = GaugeMetricFamily("warmpath_requests_in_flight", "Requests being answered.", value=in_flight)
-        text = generate_latest(_Once([*self._registry.collect(), in_flight_family]))
-        return text + "".join(_replica_lines(replicas, now)).encode()
+    def families(self, in_flight: int) -> list[Metric]:
+        """All that was counted, and `in_flight` requests, as it is now."""
+        gauge = GaugeMetricFamily("warmpath_requests_in_flight", "Requests being answered.", value=in_flight)
+        return [*self._registry.collect(), gauge]
 
     def _add_ending(self, key: tuple[str, int, str, str]) -> _Ending:
         name, status, policy, reason = key
@@ -253,6 +262,16 @@ class _Counts(Collector):
         yield _counters(
             "warmpath_limit_refusals", "Requests over a limit of their key, tenant or model.", ["limit"], refusals
         )
+        errors = {(kind,): n for kind, n in list(telemetry._limiter_errors.items())}
+        yield _counters("warmpath_limiter_errors", "Calls of the ledger of limits that failed.", ["kind"], errors)
+        modes = GaugeMetricFamily(
+            "warmpath_limiter_mode",
+            "1 for who decides on limits: the ledger, or this process by its share while the ledger is away.",
+            labels=["mode"],
+        )
+        modes.add_metric(["ledger"], not telemetry._is_limited_locally)
+        modes.add_metric(["local"], telemetry._is_limited_locally)
+        yield modes
         yield _counters(
             "warmpath_client_retries",
             "Requests that a client's SDK says it tried before.",
@@ -328,6 +347,11 @@ class _Elsewhere(Collector):
         for label_values, value in self._read().items():
             family.add_metric(label_values, value)
         yield family
+
+
+def render(families: Iterable[Metric], replicas: Sequence[ReplicaView], now: float) -> bytes:
+    """Everything in Prometheus's text format. `now`: monotonic seconds. Not on the event loop: 30 ms for 1,024 replicas."""
+    return generate_latest(_Once(families)) + "".join(_replica_lines(replicas, now)).encode()
 
 
 class _Once(CollectorRegistry):

@@ -320,9 +320,10 @@ class Replica:
         self._heavy -= reservation.is_heavy
         del self._prefilling[reservation]
         self.unanswered_tokens -= reservation.uncached_tokens
-        self._admit(reservation)
+        self.admit(reservation)
 
-    def _admit(self, reservation: Reservation) -> None:
+    def admit(self, reservation: Reservation) -> None:
+        """Its load frames count it from now on."""
         if not reservation.admitted:
             reservation.admitted = True
             self.unadmitted_tokens -= reservation.uncached_tokens
@@ -338,7 +339,7 @@ class Replica:
             admitted = frozenset(load.admitted)
             for reservation in self._prefilling:
                 if reservation.request_id in admitted:
-                    self._admit(reservation)
+                    self.admit(reservation)
 
     def lose_stream(self, now: float) -> None:
         """Its events stopped: our own promises count again, and the picture ages."""

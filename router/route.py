@@ -322,6 +322,10 @@ class Router:
         """Its first body byte came: its prefill is done. Raises `ReservationError` after `finish`."""
         reservation.replica.answered(reservation, now)
 
+    def admitted(self, reservation: Reservation) -> None:
+        """A load frame of its replica, taken in before its `begin`, counts it already."""
+        reservation.replica.admit(reservation)
+
     def finish(
         self,
         reservation: Reservation,

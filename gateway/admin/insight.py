@@ -13,7 +13,6 @@ from gateway.admin.bodies import (
     DecisionList,
     ExplanationBody,
     State,
-    decision_body,
     explanation_body,
 )
 from gateway.admin.context import AdminContext
@@ -34,14 +33,7 @@ async def _explain(context: AdminContext, call: Call) -> ExplanationBody:
 
 
 async def _decisions(context: AdminContext, call: Call) -> DecisionList:
-    offset = context.unix_offset
-    return DecisionList(
-        [
-            decision_body(record, record.decision, offset)
-            for record in context.decisions()
-            if record.decision is not None
-        ]
-    )
+    return DecisionList(list(await context.insight.decisions()))
 
 
 async def _config(context: AdminContext, call: Call) -> dict[str, Any]:
@@ -53,7 +45,7 @@ async def _health(context: AdminContext, call: Call) -> State:
 
 
 async def _ready(context: AdminContext, call: Call) -> State:
-    if (reason := context.unready()) is not None:
+    if (reason := context.insight.unready()) is not None:
         raise ApiError(503, "not_ready", reason, retry_after_s=1.0)
     return State("ready")
 
@@ -64,8 +56,7 @@ async def _metrics(context: AdminContext, call: Call) -> Response:
         replicas.append(replica)
         if len(replicas) % _REPLICAS_A_TURN == 0:
             await asyncio.sleep(0)
-    text = await asyncio.to_thread(context.telemetry.render, replicas, context.in_flight(), context.clock())
-    return Response(text, headers={"content-type": CONTENT_TYPE})
+    return Response(await context.insight.metrics(replicas), headers={"content-type": CONTENT_TYPE})
 
 
 INSIGHT_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (

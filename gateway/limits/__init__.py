@@ -10,8 +10,10 @@ headers      what clients are told
 """
 
 from gateway.limits.headers import LOCAL_HEADER, limit_headers, refusal_error, refusal_headers
+from gateway.limits.leases import LeasingLimiter
 from gateway.limits.ledger import Ledger, Limit, Measure, Refused
 from gateway.limits.limiter import Limiter, LocalLimiter
+from gateway.limits.link import LedgerLink, LedgerServer, LedgerUnavailable, RemoteLedger
 from gateway.limits.quota import Quota
 from gateway.limits.reservation import Reservation
 from gateway.limits.rules import Amounts, Caller, Price, Rules
@@ -20,7 +22,11 @@ __all__ = [
     "LOCAL_HEADER",
     "Amounts",
     "Caller",
+    "LeasingLimiter",
     "Ledger",
+    "LedgerLink",
+    "LedgerServer",
+    "LedgerUnavailable",
     "Limit",
     "Limiter",
     "LocalLimiter",
@@ -28,6 +34,7 @@ __all__ = [
     "Price",
     "Quota",
     "Refused",
+    "RemoteLedger",
     "Reservation",
     "Rules",
     "limit_headers",

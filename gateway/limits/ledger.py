@@ -192,11 +192,15 @@ class Ledger:
             counter.refresh(now, unix)
             counter.change(holder, change.held, change.spent, change.bucket)
 
-    def renew(self, holder: str, holds: Sequence[Change], now: float) -> None:
-        """`holder` lives, and holds so much (`held`) of these counters as far as they have forgotten it."""
+    def renew(self, holder: str, holds: Sequence[Change], now: float, dead: Sequence[str] = ()) -> None:
+        """`holder` lives, and holds so much (`held`) of these counters as far as they have forgotten it. `dead`: earlier lives
+        of the same process, which hold nothing of them any more.
+        """
         for hold in holds:
             counter = self._counters.get(hold.counter) or self._new(hold.counter, hold.measure)
             if isinstance(counter, HeldCounter):
+                for name in dead:
+                    counter.forget(name)
                 counter.renew(holder, hold.held, now + self._hold_s)
 
     def forget(self, holder: str) -> None:

@@ -32,15 +32,22 @@ class Limiter(Protocol):
 
 class LocalLimiter:
     def __init__(
-        self, ledger: Ledger, clock: Callable[[], float], wall_clock: Callable[[], float], *, share: int = 1
+        self,
+        ledger: Ledger,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        *,
+        share: int = 1,
+        is_fallback: bool = False,
     ) -> None:
         """`clock`: monotonic; `wall_clock`: Unix; seconds. `share`: into how many parts each limit is divided, of which one is
-        this process's; a request at least. Above 1, reservations say that they are local.
+        this process's; one of each at least. `is_fallback`: for a ledger that is away, which reservations say.
         """
         self.ledger = ledger
         self._clock = clock
         self._wall_clock = wall_clock
         self._share = share
+        self._is_fallback = is_fallback
 
     def look(self, limits: Sequence[Limit]) -> Refused | None:
         if not limits:
@@ -52,7 +59,7 @@ class LocalLimiter:
         wanted = [amounts[limit.measure] for limit in limits]
         verdict = self.ledger.acquire(_SELF, limits, wanted, self._clock(), self._wall_clock())
         if isinstance(verdict, Granted):
-            return Reservation(self, limits, amounts, verdict.bucket, verdict.left, is_local=self._share > 1)
+            return Reservation(self, limits, amounts, verdict.bucket, verdict.left, is_local=self._is_fallback)
         return verdict
 
     async def reserve(self, limits: Sequence[Limit], amounts: Amounts) -> Reservation | Refused:

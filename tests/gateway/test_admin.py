@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Message
 
 from gateway.admin import rest
 from gateway.admin.addresses import Address, Resolve, resolve_host
-from gateway.admin.context import AdminContext
+from gateway.admin.bodies import DecisionBody, decision_body
+from gateway.admin.context import AdminContext, Insight
 from gateway.admin.registry import Registry
 from gateway.admin.rest import Endpoint, Needs
 from gateway.admin.routes import ENDPOINTS, admin_app
@@ -21,8 +22,8 @@ from gateway.api_error import ApiError
 from gateway.dispatch import Record
 from gateway.keys import KeyRecord, KeyStore
 from gateway.settings import Settings, load_settings
-from gateway.telemetry import Telemetry
-from router import Candidate, Decision, Outcome, Query, Router, Trust
+from gateway.telemetry import Telemetry, render
+from router import Candidate, Decision, Outcome, Query, ReplicaView, Router, Trust
 from router.wire import Hello, Load, ReplicaSpec
 
 WALL_OFFSET = 1_800_000_000.0
@@ -95,6 +96,13 @@ def build(folder: Path, settings: Settings | None = None, resolve: Resolve = res
     explain = Explain()
     records: list[Record] = []
     not_ready: list[str] = []
+
+    async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
+        return render(Telemetry().families(3), replicas, now[0])
+
+    async def decisions() -> list[DecisionBody]:
+        return [decision_body(record, record.decision, WALL_OFFSET) for record in records if record.decision]
+
     context = AdminContext(
         settings=settings or Settings(),
         keys=keys,
@@ -106,12 +114,9 @@ def build(folder: Path, settings: Settings | None = None, resolve: Resolve = res
             start_watch=lambda replica_id, spec: None,
             stop_watch=lambda replica_id: None,
         ),
-        telemetry=Telemetry(),
+        insight=Insight(metrics, decisions, unready=lambda: not_ready[0] if not_ready else None),
         resolve=resolve,
         explain=explain,
-        decisions=lambda: records,
-        in_flight=lambda: 3,
-        unready=lambda: not_ready[0] if not_ready else None,
         clock=lambda: now[0],
         wall_clock=lambda: now[0] + WALL_OFFSET,
         version="1.2.3",

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.dispatch import Record
 from gateway.openai import Usage, parse_usage
-from gateway.telemetry import GapHistogram, Telemetry
+from gateway.telemetry import GapHistogram, Telemetry, render
 from router import BlockName, Decision, Outcome, Query, Router
 from router.wire import Batch, Hello, Load, ReplicaSpec
 from tests.gateway.stub import gateway, says, stub
@@ -69,7 +69,7 @@ def record(**changes: object) -> Record:
 
 
 def samples(telemetry: Telemetry, router: Router | None = None, in_flight: int = 0) -> dict[str, float]:
-    text = telemetry.render(router.replicas() if router else [], in_flight, now=100.0).decode()
+    text = render(telemetry.families(in_flight), router.replicas() if router else [], now=100.0).decode()
     return {
         sample.name + "".join(f"|{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -264,7 +264,7 @@ def test_two_gateways_in_one_process_count_apart() -> None:
 
 
 def names(telemetry: Telemetry) -> Iterator[str]:
-    for line in telemetry.render(a_router().replicas(), 0, 100.0).decode().splitlines():
+    for line in render(telemetry.families(0), a_router().replicas(), 100.0).decode().splitlines():
         if line.startswith("# TYPE "):
             yield line.split()[2]
 
@@ -284,7 +284,7 @@ def test_a_model_or_replica_name_cannot_break_the_format(telemetry: Telemetry) -
 
 
 def test_no_credential_is_shown(telemetry: Telemetry) -> None:
-    assert b"s3cret" not in telemetry.render(a_router().replicas(), 0, 100.0)
+    assert b"s3cret" not in render(telemetry.families(0), a_router().replicas(), 100.0)
 
 
 def test_the_routers_reasons_are_a_fixed_set(telemetry: Telemetry) -> None:

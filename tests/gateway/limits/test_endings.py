@@ -170,7 +170,7 @@ CASES = {
 
 
 def used_by(running: Running, subject: str) -> tuple[int, ...]:
-    limiter = running.gateway.limiter
+    limiter = running.gateway.data.limiter
     assert isinstance(limiter, LocalLimiter)
     now = time.monotonic(), time.time()
     return tuple(
