@@ -437,14 +437,14 @@ class Router:
         """Every replica of the pool in seconds, and w."""
         settings = self._settings
         num_tokens, exclude = query.num_tokens, query.exclude
-        # Equal replicas measure apart, by what else their machines do and by the prompts that they got. A rate near that of
-        # its peers is therefore taken for theirs: at face value it would move talks from one to the other for nothing, and a
-        # replica that once looked slow would get no prompt that could show otherwise.
         most_matched = max(num_tokens - 1, 0)  # where tokens are unknown, both are estimates
         depths = members.index.match(query.names, members.matchable(num_tokens, query.num_bytes))
         usual_rate = members.usual_rate(settings.prefill_tok_s)
         fixed_s = members.usual_fixed_s(settings.fixed_s)
         least_wait = math.inf
+        # Equal replicas measure apart, by what else their machines do and by the prompts that they got. A rate near that of
+        # its peers is therefore taken for theirs: at face value it would move talks from one to the other for nothing, and a
+        # replica that once looked slow would get no prompt that could show otherwise.
         slowest, fastest = usual_rate / settings.same_rate_within, usual_rate * settings.same_rate_within
         rows = []
         for replica in members.replicas.values():
