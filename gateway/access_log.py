@@ -9,7 +9,9 @@ empties; a disk that is full or a pipe that nobody reads costs lines, which are 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import threading
 import time
 from collections import deque
@@ -25,8 +27,15 @@ __all__ = ["AccessLog", "LineWriter", "open_access_log"]
 
 _MAX_WAITING: Final = 8192
 """Lines; 4 MB. At 2,000 requests a second a disk may stall for 4 s before any is lost."""
-_WRITE_BYTES: Final = 4096
+_EVERY_S: Final = 0.1
+"""How late a line may be. To wake the thread for each one costs a request more than all the rest of its line: both want the
+interpreter at the same time."""
+_MANY: Final = 1024
+"""So many that wait are written at once."""
+_PIPE_BYTES: Final = 4096
 """A pipe takes so much whole or not at all, so that several processes may write to the same one."""
+_FILE_BYTES: Final = 64 << 10
+"""A file is appended to whole, whatever the size."""
 _CLOSE_S: Final = 2.0
 
 
@@ -135,6 +144,7 @@ class LineWriter:
         self._num_failed = 0
         self._path = target if isinstance(target, Path) else None
         self._fd = target if isinstance(target, int) else _open(target)
+        self._write_bytes = _FILE_BYTES if stat.S_ISREG(os.fstat(self._fd).st_mode) else _PIPE_BYTES
         self._waiting: deque[bytes] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -152,7 +162,7 @@ class LineWriter:
             self._num_overflowed += 1
             return
         self._waiting.append(line)
-        if not self._wake.is_set():
+        if len(self._waiting) == _MANY:
             self._wake.set()
 
     def close(self) -> None:
@@ -166,21 +176,26 @@ class LineWriter:
     def _run(self) -> None:
         closing = False
         while not closing:
-            self._wake.wait()
-            self._wake.clear()  # before the lines are taken: one that comes later sets it again
-            closing = self._closing
-            for lines in self._pieces():
-                try:
-                    self._reopen_if_moved()
-                    _write_all(self._fd, b"".join(lines))
-                except OSError:
-                    self._num_failed += len(lines)
+            self._wake.wait(_EVERY_S)
+            self._wake.clear()
+            closing = self._closing  # read before the lines are taken: those of before the close are among them
+            if self._waiting:
+                self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        with contextlib.suppress(OSError):  # writing will tell
+            self._reopen_if_moved()
+        for lines in self._pieces():
+            try:
+                _write_all(self._fd, b"".join(lines))
+            except OSError:
+                self._num_failed += len(lines)
 
     def _pieces(self) -> Iterator[list[bytes]]:
         """What waits, in groups that are written in one go."""
         while self._waiting:
             lines, size = [self._waiting.popleft()], 0
-            while self._waiting and size + len(lines[-1]) + len(self._waiting[0]) <= _WRITE_BYTES:
+            while self._waiting and size + len(lines[-1]) + len(self._waiting[0]) <= self._write_bytes:
                 size += len(lines[-1])
                 lines.append(self._waiting.popleft())
             yield lines

@@ -487,7 +487,7 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
         supervisor = Supervisor(
             count=settings.server.processes,
             grace_s=settings.server.grace_s,
-            log_level=log_level,
+            log=(log_level, settings.log.format),
             start_of=start_of,
             state=lambda: {
                 "keys": encode_keys(keys),

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway.log_format import JsonFormatter
 from gateway.server.listener import Listener
 
 __all__ = ["ask_to_stop", "bound", "configure_logging", "listening", "make_server", "spare_collections"]
@@ -91,6 +92,10 @@ def spare_collections() -> None:
     gc.set_threshold(10_000, 20, 1_000)
 
 
-def configure_logging(level: str) -> None:
+def configure_logging(level: str, format_: str) -> None:
+    """`format_`: text or json."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    if format_ == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it tells at length how it starts and stops

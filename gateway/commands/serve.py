@@ -56,7 +56,7 @@ def serve(config: Path | None, log_level: str, print_config: bool, **flags: Any)
     if print_config:
         click.echo(redacted(settings), nl=False)
         return
-    configure_logging(log_level)
+    configure_logging(log_level, settings.log.format)
     try:
         uvloop.run(run(settings, log_level))
     except (OSError, KeyStoreError) as error:

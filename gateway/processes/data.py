@@ -247,8 +247,8 @@ async def _run(descriptor: int) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal; the supervisor decides
-    descriptor, log_level = sys.argv[1:]
-    configure_logging(log_level)
+    descriptor, log_level, log_format = sys.argv[1:]
+    configure_logging(log_level, log_format)
     uvloop.run(_run(int(descriptor)))
 
 

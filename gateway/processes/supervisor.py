@@ -80,20 +80,20 @@ class Supervisor:
         *,
         count: int,
         grace_s: float,
-        log_level: str,
+        log: tuple[str, str],
         start_of: Callable[[int, Sequence[int]], Start],
         state: Callable[[], Mapping[str, bytes]],
         on_processes: Callable[[Sequence[int]], None],
         answers: Callable[[int], Mapping[str, Answer]],
         on_gone: Callable[[int], None],
     ) -> None:
-        """`start_of`: what the process of an id must know, given the ids of the others. `state`: what all must know, by topic;
-        it is told whenever it changes. `on_processes` is called with the ids of those that serve, when they change, and
-        `on_gone` once for each that ended. `answers`: what the process of an id may ask.
+        """`log`: level and format. `start_of`: what the process of an id must know, given the ids of the others. `state`: what
+        all must know, by topic; it is told whenever it changes. `on_processes` is called with the ids of those that serve, when
+        they change, and `on_gone` once for each that ended. `answers`: what the process of an id may ask.
         """
         self._count = count
         self._grace_s = grace_s
-        self._log_level = log_level
+        self._log = log
         self._start_of = start_of
         self._state = state
         self._on_processes = on_processes
@@ -241,7 +241,7 @@ class Supervisor:
             try:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    *("-m", "gateway.processes.data", str(theirs.fileno()), self._log_level),
+                    *("-m", "gateway.processes.data", str(theirs.fileno()), *self._log),
                     pass_fds=[theirs.fileno()],
                     stdin=asyncio.subprocess.DEVNULL,
                 )

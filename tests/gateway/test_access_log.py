@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from gateway.access_log import AccessLog, LineWriter, open_access_log
 from gateway.dispatch import Record
+from gateway.log_format import JsonFormatter
 from tests.gateway.stub import DONE, MODEL, USAGE, event, gateway, hangs, says, streams, stub
 from tests.gateway.test_telemetry import decision, record, usage
 from tests.serving import eventually
@@ -182,3 +185,17 @@ def test_a_line_costs_a_few_microseconds() -> None:
     log.close()
 
     assert min(rounds) < 20e-6  # 4 us on an idle machine
+
+
+def test_own_messages_can_be_json_with_the_exception_in_the_line() -> None:
+    try:
+        raise ValueError('a "bug"')
+    except ValueError:
+        log_record = logging.LogRecord("warmpath", logging.ERROR, "f.py", 1, "%s\nfailed", ("r1",), sys.exc_info())
+
+    text = JsonFormatter().format(log_record)
+
+    line = msgspec.json.decode(text)
+    assert "\n" not in text
+    assert (line["level"], line["logger"], line["message"]) == ("error", "warmpath", "r1\nfailed")
+    assert line["exception"].endswith('ValueError: a "bug"')
