@@ -30,6 +30,7 @@ from gateway.admin.addresses import resolve_host
 from gateway.admin.context import AdminContext
 from gateway.admin.registry import Registry
 from gateway.admin.routes import admin_app
+from gateway.admission import Admission
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
 from gateway.homes import Homes
@@ -70,6 +71,7 @@ class Gateway:
     keys: KeyStore
     registry: Registry
     watcher: Watcher
+    admission: Admission
     upstream: Http1Upstream
     executor: ThreadPoolExecutor
 
@@ -84,6 +86,7 @@ class Gateway:
         finally:
             expiring.cancel()
             await asyncio.gather(expiring, return_exceptions=True)
+            await self.admission.aclose()
             await self.watcher.aclose()
             await self.upstream.aclose()
             self.executor.shutdown(wait=False, cancel_futures=True)
@@ -105,7 +108,16 @@ def build_gateway(settings: Settings) -> Gateway:
     preparer = Preparer(prompters, executor, settings.prompts.escapes)
     cards = ModelCards()
     homes = Homes()
-    watcher = Watcher(router, upstream, prompters, cards, clock=clock)
+    telemetry = Telemetry()
+    admission = Admission(
+        router,
+        settings.admission.gate_settings,
+        clock=clock,
+        draw=random.random,
+        on_wait=telemetry.queue_wait,
+        on_refusal=telemetry.queue_refused,
+    )
+    watcher = Watcher(router, upstream, prompters, cards, clock=clock, on_frame=admission.heard)
     registry = Registry(
         router,
         lease_s=settings.leases.lease_s,
@@ -113,7 +125,6 @@ def build_gateway(settings: Settings) -> Gateway:
         start_watch=watcher.start,
         stop_watch=watcher.stop,
     )
-    telemetry = Telemetry()
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
 
     def finished(record: Record) -> None:
@@ -142,6 +153,7 @@ def build_gateway(settings: Settings) -> Gateway:
             router,
             upstream,
             homes,
+            admission,
             timeouts=Timeouts(
                 connect_s=settings.stream.connect_s,
                 first_byte_s=settings.stream.first_byte_s,
@@ -154,6 +166,7 @@ def build_gateway(settings: Settings) -> Gateway:
             on_gap=telemetry.gap,
             on_failed_try=telemetry.upstream_failed,
         ),
+        tenants={name: tenant.standing for name, tenant in settings.tenants.items()},
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
         on_finish=finished,
@@ -166,28 +179,32 @@ def build_gateway(settings: Settings) -> Gateway:
         telemetry=telemetry,
         resolve=resolve_host,
         explain=_Explainer(
-            router, preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
+            router, admission, preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
         ).explain,
         decisions=lambda: list(decisions),
         in_flight=lambda: hot_path.in_flight,
+        queues=admission.views,
         unready=lambda: _unready(router),
         clock=clock,
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
-    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, upstream, executor)
+    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, admission, upstream, executor)
 
 
 @dataclass(frozen=True, slots=True)
 class _Explainer:
     router: Router
+    admission: Admission
     preparer: Preparer
     keys: KeyStore
     default_group: str
     draw: Callable[[], float]
 
-    async def explain(self, body: bytes, group: str | None) -> Decision:
-        """Where a request with this body would go now; nothing is sent or promised. Raises `ApiError`."""
+    async def explain(self, body: bytes, group: str | None) -> tuple[Decision, bool]:
+        """Where a request with this body would go now, and whether it would have to wait before; nothing is sent or promised.
+        Raises `ApiError`.
+        """
         request = parse_request(_endpoint_of(body), body, open_access=True)
         pool = self.router.pool(request.model)
         if pool is None:
@@ -196,7 +213,7 @@ class _Explainer:
         decision = self.router.route(prompt.query(request), time.monotonic(), self.draw())
         if isinstance(decision, Unroutable):
             raise unroutable(decision, request.model)
-        return decision
+        return decision, self.admission.would_wait(request.model, decision)
 
 
 class _Shape(msgspec.Struct):

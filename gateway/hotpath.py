@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -27,6 +27,7 @@ from gateway.response_events import response_error_event
 from gateway.server.asgi import ClientGone, Reply, header, read_body, request_id, while_connected
 from gateway.sse import error_event
 from gateway.stored import StoredCall, parse_stored_call
+from gateway.tenants import Standing, priority_asked
 from gateway.tokenizing import Tokenizing
 from router import Pool, Router, UnknownReplica
 
@@ -40,6 +41,7 @@ _OWN_WORKERS_LACK: Final = frozenset({"/v1/embeddings", "/v1/responses"})
 _TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
+_USUAL: Final = Standing()
 _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
 """Of a request that fills no cache: it goes where it waits least."""
 
@@ -65,11 +67,14 @@ class HotPath:
         tokenizing: Tokenizing,
         dispatcher: Dispatcher,
         homes: Homes,
+        tenants: Mapping[str, Standing],
         max_body_bytes: int,
         clock: Callable[[], float],
         on_finish: Callable[[Record], None],
     ) -> None:
-        """`rest` serves every other route. `on_finish` is called once for each request that came to one of ours."""
+        """`rest` serves every other route. `tenants`: those that stand otherwise than usual. `on_finish` is called once for
+        each request that came to one of ours.
+        """
         self._rest = rest
         self._router = router
         self._access = access
@@ -78,6 +83,7 @@ class HotPath:
         self._tokenizing = tokenizing
         self._dispatcher = dispatcher
         self._homes = homes
+        self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._on_finish = on_finish
@@ -131,6 +137,8 @@ class HotPath:
             record.key_id = key.id
             self._spend(key, reply)
         owner = key.tenant if key is not None else PUBLIC_GROUP
+        standing = self._tenants.get(owner, _USUAL)
+        priority = priority_asked(scope["headers"], standing.priority)
         home = None
         if stored is not None:
             request, home = self._find(stored, owner)
@@ -155,6 +163,8 @@ class HotPath:
                 request_id=reply.request_id,
                 debug=key is not None and key.debug,
                 owner=owner,
+                weight=standing.weight,
+                priority=priority,
                 home=home,
                 passed_on=[pair for pair in scope["headers"] if pair[0] in _PASSED_ON],
             )

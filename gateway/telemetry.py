@@ -24,7 +24,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Met
 from prometheus_client.registry import Collector
 
 from gateway.dispatch import Record
-from router import BreakerState, ReplicaView, Trust
+from router import BreakerState, GateView, ReplicaView, Trust
 from router.wire import Load
 
 __all__ = ["CONTENT_TYPE", "GapHistogram", "Telemetry"]
@@ -111,6 +111,19 @@ class Telemetry:
         self._refusals = Counter(
             "warmpath_limit_refusals", "Requests over a limit of their key.", ["limit"], registry=registry
         )
+        self._queue_wait = Histogram(
+            "warmpath_queue_wait_seconds",
+            "Before a replica was free, of requests that had to wait and got one.",
+            ["model"],
+            buckets=_TTFT_BOUNDS,
+            registry=registry,
+        )
+        self._queue_refusals = Counter(
+            "warmpath_queue_refusals",
+            "Requests that no replica was free for: full, displaced by another tenant's, deadline, no_replica.",
+            ["model", "reason"],
+            registry=registry,
+        )
         self._gaps = GapHistogram()
         registry.register(self._gaps)
         self._models: dict[str, _ModelMetrics] = {}
@@ -146,15 +159,23 @@ class Telemetry:
         """Count a try that came to nothing. `reason`: the code of the error it would have been."""
         self._model(model).upstream_errors(reason).inc()
 
+    def queue_wait(self, model: str, seconds: float) -> None:
+        """Count a wait that ended at a replica."""
+        self._model(model).queue_wait.observe(seconds)
+
+    def queue_refused(self, model: str, reason: str) -> None:
+        """Count a request that was not let through."""
+        self._model(model).queue_refusals(reason).inc()
+
     def gap(self, model: str, seconds: float) -> None:
         """Count the time between two chunks of a stream. The one call per chunk: 0.2 us."""
         self._gaps.observe(model, seconds)
 
     # --- what is
 
-    def render(self, replicas: Sequence[ReplicaView], in_flight: int) -> bytes:
+    def render(self, replicas: Sequence[ReplicaView], in_flight: int, queues: Sequence[GateView] = ()) -> bytes:
         """Everything in Prometheus's text format. 4 ms for 64 replicas, so better not on the event loop."""
-        return generate_latest(_Scrape(self._registry, replicas, in_flight))
+        return generate_latest(_Scrape(self._registry, replicas, in_flight, queues))
 
     def _model(self, name: str) -> _ModelMetrics:
         found = self._models.get(name)
@@ -179,6 +200,8 @@ class _ModelMetrics:
         self.agreed = telemetry._agreed.labels(model)
         self.requests = cache(partial(telemetry._requests.labels, model))
         self.decisions = cache(partial(telemetry._decisions.labels, model))
+        self.queue_wait = telemetry._queue_wait.labels(model)
+        self.queue_refusals = cache(partial(telemetry._queue_refusals.labels, model))
         self.upstream_errors = cache(partial(telemetry._upstream_errors.labels, model))
 
 
@@ -223,15 +246,23 @@ class _Gaps:
 class _Scrape:
     """What one scrape shows: all that was counted, and how the replicas are now."""
 
-    def __init__(self, registry: CollectorRegistry, replicas: Sequence[ReplicaView], in_flight: int) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        replicas: Sequence[ReplicaView],
+        in_flight: int,
+        queues: Sequence[GateView],
+    ) -> None:
         self._registry = registry
         self._replicas = replicas
         self._in_flight = in_flight
+        self._queues = queues
 
     def collect(self) -> Iterator[Metric]:
         yield from self._registry.collect()
         yield GaugeMetricFamily("warmpath_requests_in_flight", "Requests being answered.", value=self._in_flight)
         yield from _replica_gauges(self._replicas)
+        yield from _queue_gauges(self._queues)
 
 
 def _replica_gauges(replicas: Sequence[ReplicaView]) -> Iterator[Metric]:
@@ -250,6 +281,34 @@ def _replica_gauges(replicas: Sequence[ReplicaView]) -> Iterator[Metric]:
         for trust in Trust:
             trusts.add_metric([replica.id, replica.spec.model, trust.value], replica.trust is trust)
     yield trusts
+
+
+def _queue_gauges(queues: Sequence[GateView]) -> Iterator[Metric]:
+    depth = GaugeMetricFamily(
+        "warmpath_queue_depth", "Requests that wait for a replica to be free.", labels=["model", "priority"]
+    )
+    for queue in queues:
+        for priority, number in queue.depth.items():
+            depth.add_metric([queue.model, priority.name.lower()], number)
+    yield depth
+    for name, (about, value) in _QUEUE_GAUGES.items():
+        family = GaugeMetricFamily(f"warmpath_{name}", about, labels=["model"])
+        for queue in queues:
+            family.add_metric([queue.model], value(queue))
+        yield family
+
+
+_QUEUE_GAUGES: Final[dict[str, tuple[str, Callable[[GateView], float]]]] = {
+    "queue_work_tokens": ("Prompt tokens that wait, and 128 for each request.", lambda queue: queue.work),
+    "service_tokens_per_second": (
+        "Uncached prompt tokens a second that were sent to replicas in the last 20 s.",
+        lambda queue: queue.tok_s,
+    ),
+    "wanted_replicas": (
+        "Replicas, 70% busy with prompts, that serve what comes and what waits within a deadline: to scale by.",
+        lambda queue: queue.wanted_replicas,
+    ),
+}
 
 
 def _reported(value: Callable[[Load], float]) -> Callable[[ReplicaView], float | None]:

@@ -69,7 +69,10 @@ class Watcher:
         cards: ModelCards,
         *,
         clock: Callable[[], float],
+        on_frame: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_frame`: called when a replica has told something new."""
+        self._on_frame = on_frame
         self._router = router
         self._upstream = upstream
         self._prompters = prompters
@@ -169,6 +172,7 @@ class Watcher:
         self._require_match(replica_id, sync)
         if sync is Sync.OK:
             self._router.set_health(replica_id, True, now)
+            self._on_frame()
         return sync is Sync.GAP
 
     async def _take_snapshot(self, replica_id: str, spec: ReplicaSpec) -> None:

@@ -13,7 +13,7 @@ from gateway.dispatch import Record
 from gateway.keys import KeyStore
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
-from router import Decision, Router
+from router import Decision, GateView, Router
 
 __all__ = ["AdminContext"]
 
@@ -28,12 +28,15 @@ class AdminContext:
     registry: Registry
     telemetry: Telemetry
     resolve: Resolve
-    explain: Callable[[bytes, str | None], Awaitable[Decision]]
-    """Decide for the body of a request, in a sharing group or the default one, and send nothing. Raises `ApiError`."""
+    explain: Callable[[bytes, str | None], Awaitable[tuple[Decision, bool]]]
+    """Decide for the body of a request, in a sharing group or the default one, and send nothing; also whether it would have to
+    wait before. Raises `ApiError`."""
     decisions: Callable[[], Sequence[Record]]
     """The requests that ended last."""
     in_flight: Callable[[], int]
     """Requests being answered."""
+    queues: Callable[[], Sequence[GateView]]
+    """What waits before each model's replicas."""
     unready: Callable[[], str | None]
     """Why the gateway should get no requests now; None when it should."""
     clock: Callable[[], float]

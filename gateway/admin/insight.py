@@ -25,7 +25,8 @@ __all__ = ["INSIGHT_ENDPOINTS"]
 
 
 async def _explain(context: AdminContext, call: Call) -> ExplanationBody:
-    return explanation_body(await context.explain(bytes(call.body), call.query.get("group")))
+    decision, queued = await context.explain(bytes(call.body), call.query.get("group"))
+    return explanation_body(decision, queued=queued)
 
 
 async def _decisions(context: AdminContext, call: Call) -> DecisionList:
@@ -54,8 +55,8 @@ async def _ready(context: AdminContext, call: Call) -> State:
 
 
 async def _metrics(context: AdminContext, call: Call) -> Response:
-    replicas, in_flight = context.router.replicas(), context.in_flight()
-    text = await asyncio.to_thread(context.telemetry.render, replicas, in_flight)
+    replicas, in_flight, queues = context.router.replicas(), context.in_flight(), context.queues()
+    text = await asyncio.to_thread(context.telemetry.render, replicas, in_flight, queues)
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 

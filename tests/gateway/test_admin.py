@@ -73,13 +73,13 @@ class Admin:
 class Explain:
     asked: list[tuple[bytes, str | None]] = field(default_factory=list)
 
-    async def __call__(self, body: bytes, group: str | None) -> Decision:
+    async def __call__(self, body: bytes, group: str | None) -> tuple[Decision, bool]:
         self.asked.append((body, group))
         if b"unknown" in body:
             raise ApiError(404, "model_not_found", "The model 'unknown' does not exist.", param="model")
         if b"bug" in body:
             raise RuntimeError("s3cret detail")
-        return a_decision()
+        return a_decision(), False
 
 
 def a_decision() -> Decision:
@@ -110,6 +110,7 @@ def build(folder: Path, settings: Settings | None = None, resolve: Resolve = res
         explain=explain,
         decisions=lambda: records,
         in_flight=lambda: 3,
+        queues=list,
         unready=lambda: not_ready[0] if not_ready else None,
         clock=lambda: now[0],
         wall_clock=lambda: now[0] + WALL_OFFSET,
