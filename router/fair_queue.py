@@ -1,12 +1,13 @@
 """Who goes next when not all can: a bounded queue, fair between tenants by work, with three priorities.
 
 Between the tenants of a priority: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). An entry's start tag is
-max(virtual time, its tenant's last finish tag), its finish tag adds work ÷ weight, the least start tag is served, and virtual
-time is the tag of what was served last. So between two tenants that both wait all the time, work ÷ weight differs by at most
-one entry of each, and one that was away neither saves up credit nor owes for what nobody else wanted. Of the fair orders it is
-the one that needs not know an entry's work before it is served, and a prompt's work changes while it waits: its prefix may be
-computed for somebody else. What an answer took is known at its end and charged then (`charge`), as in the virtual token
-counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
+max(virtual time - credit, its tenant's last finish tag), its finish tag adds work ÷ weight, the least start tag is served, and
+virtual time is the greatest tag served. So between two tenants that both wait all the time, work ÷ weight differs by at most
+one entry of each, and the credit. One that was away owes nothing for what nobody else wanted, and catches up on `credit` at
+most: people ask in bursts, and a burst that on average is within its tenant's share should not wait as if it were not (Linux's
+sleepers are given the same). Of the fair orders it is the one that needs not know an entry's work before it is served, and a
+prompt's work changes while it waits: its prefix may be computed for somebody else. What an answer took is known at its end and
+charged then (`charge`), as in the virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 
 Between priorities: the higher one first, but `_GUARD` of the work goes to each lower one that waits, so none starves.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -76,7 +78,8 @@ class _Flow(Generic[T]):
 class _Band(Generic[T]):
     """One priority. Tags only grow, so a heap that still has an older one is put right when it comes to the top."""
 
-    def __init__(self) -> None:
+    def __init__(self, credit: int) -> None:
+        self._credit = credit
         self.size = 0
         self.work = 0
         self.owed = 0.0
@@ -91,10 +94,10 @@ class _Band(Generic[T]):
         flow = self._flows.get(entry.tenant)
         if flow is None:
             self._forget_idle()
-            flow = self._flows[entry.tenant] = _Flow(self._now, entry.weight)
+            flow = self._flows[entry.tenant] = _Flow(-math.inf, entry.weight)
         flow.weight = entry.weight
         if not flow.entries:
-            flow.tag = max(flow.tag, self._now)
+            flow.tag = max(flow.tag, self._now - self._credit)
         flow.entries[entry] = None
         flow.work += entry.work
         if not flow.in_heap:
@@ -114,7 +117,7 @@ class _Band(Generic[T]):
         flow = self._first()
         entry, _ = flow.entries.popitem(last=False)
         self._now = max(self._now, flow.tag)
-        flow.tag = self._now + work / flow.weight
+        flow.tag += work / flow.weight
         self._gone(flow, entry)
 
     def charge(self, tenant: str, work: int) -> None:
@@ -161,8 +164,9 @@ class _Band(Generic[T]):
         """Tenants that are away and owe nothing. The others must be remembered: else leaving would pay."""
         if len(self._flows) <= _SPARE + 2 * len(self._heap):
             return
+        oldest = self._now - self._credit
         self._flows = {
-            tenant: flow for tenant, flow in self._flows.items() if flow.entries or flow.in_heap or flow.tag > self._now
+            tenant: flow for tenant, flow in self._flows.items() if flow.entries or flow.in_heap or flow.tag > oldest
         }
 
 
@@ -173,10 +177,10 @@ class _Share:
 
 
 class FairQueue(Generic[T]):
-    def __init__(self, limit: int) -> None:
-        """At most `limit` entries."""
+    def __init__(self, limit: int, credit: int = 0) -> None:
+        """At most `limit` entries. `credit`: work ÷ weight that a tenant may catch up on after it was away."""
         self._limit = limit
-        self._bands: dict[Priority, _Band[T]] = {priority: _Band() for priority in Priority}  # the highest first
+        self._bands: dict[Priority, _Band[T]] = {priority: _Band(credit) for priority in Priority}  # the highest first
         self._shares: dict[str, _Share] = {}
         self._deadlines: list[tuple[float, int, Entry[T]]] = []
         self._order = itertools.count()

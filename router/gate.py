@@ -29,6 +29,8 @@ __all__ = ["Asked", "Dropped", "Gate", "GateSettings", "GateView", "Placed"]
 
 _REQUEST_TOKENS: Final = 128
 """What a prompt counts for beside its uncached tokens: one that is all cached takes a place and some milliseconds too."""
+_CREDIT_TOKENS: Final = 1 << 18
+"""What a tenant of weight 1 may catch up on: a burst of some twenty long prompts."""
 _OUTPUT_WEIGHT: Final = 2
 """A generated token against a prompt token: as in the virtual token counter, and about what providers charge."""
 _LOOK_AGAIN_S: Final = 0.05
@@ -128,7 +130,7 @@ class Gate:
         self._router = router
         self._model = model
         self._settings = settings
-        self._queue: FairQueue[Asked] = FairQueue(settings.max_queued)
+        self._queue: FairQueue[Asked] = FairQueue(settings.max_queued, _CREDIT_TOKENS)
         self._rate = _ServiceRate()
         self._short_by_s = 0.0
         """How much longer than it may the head would wait at the replica that is free soonest."""

@@ -263,7 +263,8 @@ class VirtualFleet:
         for asked in counted:
             computed[asked.replica] += requests[asked.number].prompt_tokens - asked.cached_tokens
         return Figures(
-            hit_of_ideal=sum(asked.cached_tokens for asked in counted) / sum(ideal[asked.number] for asked in counted),
+            hit_of_ideal=sum(asked.cached_tokens for asked in counted)
+            / max(sum(ideal[asked.number] for asked in counted), 1),
             ttft_p50=ttft_ms[len(ttft_ms) // 2],
             ttft_p90=ttft_ms[len(ttft_ms) * 9 // 10],
             ttft_mean=sum(ttft_ms) / len(ttft_ms),

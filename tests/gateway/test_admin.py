@@ -738,6 +738,7 @@ async def test_explain_shows_every_candidate_and_the_reason(admin: Admin) -> Non
         "policy": "cost",
         "w": 2.0,
         "reason": "longest_match",
+        "queued": False,
         "candidates": [
             {
                 "replica": "w1",
