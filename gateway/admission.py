@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from router import Asked, Decision, Dropped, Gate, GateSettings, GateView, Outcome, Placed, Router, Unroutable
+from router import Asked, Dropped, Gate, GateSettings, GateView, Outcome, Placed, Router, Unroutable
 from router.fair_queue import Entry
 
 __all__ = ["Admission", "NotAdmitted"]
@@ -109,18 +109,16 @@ class Admission:
         if self._waiting and (gate := self._gates.get(model)) is not None:
             gate.answered(tenant, output_tokens)
 
-    def would_wait(self, model: str, decision: Decision) -> bool:
-        """Whether a prompt for which this was decided just now would have to wait."""
-        return self._gate(model).would_wait(decision, self._clock())
-
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Nothing is looked at any more; whoever still waits is its task's owner's to end."""
         if self._timer is not None:
             self._timer.cancel()
 
     def views(self) -> list[GateView]:
         now = self._clock()
-        return [gate.view(now) for model, gate in self._gates.items() if gate or self._router.pool(model) is not None]
+        return [
+            gate.view(now) for model, gate in list(self._gates.items()) if gate or self._router.pool(model) is not None
+        ]
 
     def _gate(self, model: str) -> Gate:
         gate = self._gates.get(model)

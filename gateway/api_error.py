@@ -29,8 +29,11 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         should_retry: bool | None = None,
+        type_: str | None = None,
     ) -> None:
-        """`should_retry`: what OpenAI's SDKs are told, whatever they would do by themselves at this status."""
+        """`should_retry`: what OpenAI's SDKs are told, whatever they would do by themselves at this status. `type_`: where it
+        is not that of the status.
+        """
         super().__init__(message)
         self.status = status
         self.code = code
@@ -38,10 +41,7 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.should_retry = should_retry
-
-    @property
-    def type(self) -> str:
-        return error_type(self.status)
+        self.type = type_ or error_type(status)
 
     def body(self) -> bytes:
         return error_body(self.message, type_=self.type, code=self.code, param=self.param)

@@ -1,4 +1,8 @@
-"""The composition root: builds every object of a gateway, runs its two listeners, ends all of it in order.
+"""The composition root: builds every object of a gateway, and runs it, as one process or as several.
+
+    Knowledge      router, watcher and what they need: of every process
+    DataPlane      what clients speak to: of a whole gateway, and of each data process
+    ControlPlane   keys, leases, admin API: of a whole gateway, and of a supervisor
 
 Order of the end: the listeners stop accepting and give running answers `grace_s`; then nothing needs the watcher, the
 upstream connections and the thread that tokenizes, and they are closed.
@@ -8,26 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import importlib.metadata
 import logging
 import random
 import signal
-import socket
+import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from pathlib import Path
+from typing import Final
 
 import click
 import msgspec
-import uvicorn
 from starlette.types import ASGIApp
 
+from gateway.access_log import AccessLog, open_access_log
 from gateway.admin.addresses import resolve_host
-from gateway.admin.context import AdminContext
+from gateway.admin.bodies import DecisionBody, decision_body
+from gateway.admin.context import AdminContext, Insight
 from gateway.admin.registry import Registry
 from gateway.admin.routes import admin_app
 from gateway.admission import Admission
@@ -36,21 +41,45 @@ from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.keys import KeyKind, KeyStore
-from gateway.limits import RequestLimiter
+from gateway.limiting import build_limiter, limit_rules, limiter_running
+from gateway.limits import LedgerLink, Limiter
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
+from gateway.processes.bus import Bus
+from gateway.processes.control import Start, encode, settings_bytes
+from gateway.processes.key_copy import encode_keys
+from gateway.processes.members import members_of
+from gateway.processes.merged_metrics import families_of
+from gateway.processes.messages import Batch, Message
+from gateway.processes.shared_router import SharedRouter
+from gateway.processes.supervisor import Supervisor, announcing
 from gateway.public import public_app
+from gateway.queue_gauges import queue_gauges
+from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.settings import Settings
-from gateway.telemetry import Telemetry
+from gateway.serving import ask_to_stop, bound, listening, make_server, spare_collections
+from gateway.settings import Settings, TracingSettings
+from gateway.telemetry import Telemetry, render
 from gateway.tokenizing import Tokenizing
+from gateway.tracing import Tracer, otlp_export
 from gateway.upstream.contract import Timeouts
 from gateway.upstream.http1 import Http1Upstream
 from gateway.watch import Watcher
-from router import Decision, Router, Unroutable
+from router import Decision, ReplicaView, Router, Trust, Unroutable
 
-__all__ = ["Gateway", "build_gateway", "run_gateway"]
+__all__ = [
+    "ControlPlane",
+    "DataPlane",
+    "Gateway",
+    "Knowledge",
+    "build_control_plane",
+    "build_data_plane",
+    "build_gateway",
+    "build_knowledge",
+    "run",
+    "unready",
+]
 
 _log = logging.getLogger("warmpath.gateway")
 
@@ -58,27 +87,71 @@ _EXPIRE_EVERY_S: Final = 1.0
 _KEPT_DECISIONS: Final = 256
 _DEFAULT_GROUP: Final = "default"
 """Of keys that were made without a tenant."""
-_BACKLOG: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
-    """A built gateway: two apps, and what runs beside them (`Gateway.background`)."""
+class Knowledge:
+    """What a process knows of replicas, and by what."""
 
-    settings: Settings
-    public: ASGIApp
-    admin: ASGIApp
-    keys: KeyStore
-    registry: Registry
+    router: Router
     watcher: Watcher
-    admission: Admission
     upstream: Http1Upstream
+    prompters: Prompters
+    cards: ModelCards
+    preparer: Preparer
     executor: ThreadPoolExecutor
+
+    async def aclose(self) -> None:
+        await self.watcher.aclose()
+        await self.upstream.aclose()
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlane:
+    """What clients speak to, and what became of their requests."""
+
+    public: HotPath
+    admission: Admission
+    limiter: Limiter
+    telemetry: Telemetry
+    tracer: Tracer
+    access_log: AccessLog | None
+    decisions: deque[Record]
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
-        """Watches replicas and ends leases while the block runs."""
-        for replica in self.settings.replicas:
+        """Measures the event loop while the block runs; what is to be told of requests is told at its end."""
+        watching = asyncio.create_task(self.telemetry.watch_loop())
+        try:
+            async with limiter_running(self.limiter):
+                yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            self.admission.close()
+            await self.tracer.aclose()
+            if self.access_log is not None:
+                await asyncio.to_thread(self.access_log.close)
+
+    def decision_bodies(self) -> list[DecisionBody]:
+        offset = time.time() - time.monotonic()
+        return [
+            decision_body(record, record.decision, offset) for record in self.decisions if record.decision is not None
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    """Who may, and which replicas there are."""
+
+    registry: Registry
+    admin: ASGIApp
+
+    @contextlib.asynccontextmanager
+    async def background(self, settings: Settings) -> AsyncIterator[None]:
+        """Watches the settings' replicas and ends leases while the block runs."""
+        for replica in settings.replicas:
             self.registry.add_static(replica.replica_id, replica.spec, time.monotonic())
         expiring = asyncio.create_task(self._expire_leases())
         try:
@@ -86,10 +159,6 @@ class Gateway:
         finally:
             expiring.cancel()
             await asyncio.gather(expiring, return_exceptions=True)
-            await self.admission.aclose()
-            await self.watcher.aclose()
-            await self.upstream.aclose()
-            self.executor.shutdown(wait=False, cancel_futures=True)
 
     async def _expire_leases(self) -> None:
         while True:
@@ -97,63 +166,150 @@ class Gateway:
             self.registry.expire(time.monotonic())
 
 
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A whole gateway in one process: two apps, and what runs beside them (`Gateway.background`)."""
+
+    settings: Settings
+    keys: KeyStore
+    knowledge: Knowledge
+    data: DataPlane
+    control: ControlPlane
+
+    @property
+    def public(self) -> ASGIApp:
+        return self.data.public
+
+    @property
+    def admin(self) -> ASGIApp:
+        return self.control.admin
+
+    @property
+    def upstream(self) -> Http1Upstream:
+        return self.knowledge.upstream
+
+    @property
+    def registry(self) -> Registry:
+        return self.control.registry
+
+    @contextlib.asynccontextmanager
+    async def background(self) -> AsyncIterator[None]:
+        """Watches replicas and ends leases while the block runs."""
+        try:
+            async with self.data.background(), self.control.background(self.settings):
+                yield
+        finally:
+            await self.knowledge.aclose()
+
+
 def build_gateway(settings: Settings) -> Gateway:
     """Raises `KeyStoreError` or OSError when the state folder cannot be used."""
-    clock = time.monotonic
     keys = KeyStore.open(settings.state_dir)
+    knowledge = build_knowledge(settings, Router(settings.routing.router_settings))
+    data = build_data_plane(settings, knowledge, keys, None, Homes(), Quarantine())
+
+    async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
+        in_flight, now = data.public.in_flight, time.monotonic()
+        return await asyncio.to_thread(lambda: render(data.telemetry.families(in_flight), replicas, now))
+
+    async def decisions() -> list[DecisionBody]:
+        return data.decision_bodies()
+
+    insight = Insight(metrics=metrics, decisions=decisions, unready=lambda: unready(knowledge.router))
+    control = build_control_plane(settings, knowledge, keys, insight)
+    return Gateway(settings, keys, knowledge, data, control)
+
+
+def build_knowledge(settings: Settings, router: Router) -> Knowledge:
+    upstream, prompters, cards = Http1Upstream(), Prompters(), ModelCards()
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
-    router = Router(settings.routing.router_settings)
-    upstream = Http1Upstream()
-    prompters = Prompters()
-    preparer = Preparer(prompters, executor, settings.prompts.escapes)
-    cards = ModelCards()
-    homes = Homes()
+    return Knowledge(
+        router=router,
+        watcher=Watcher(router, upstream, prompters, cards, clock=time.monotonic),
+        upstream=upstream,
+        prompters=prompters,
+        cards=cards,
+        preparer=Preparer(prompters, executor, settings.prompts.escapes),
+        executor=executor,
+    )
+
+
+def build_data_plane(
+    settings: Settings,
+    knowledge: Knowledge,
+    keys: KeyStore,
+    ledger: LedgerLink | None,
+    homes: Homes,
+    quarantine: Quarantine,
+) -> DataPlane:
+    """`ledger`: the supervisor's, where there is one."""
+    clock = time.monotonic
     telemetry = Telemetry()
+    limiter = build_limiter(
+        settings,
+        supervisor=ledger,
+        processes=settings.server.processes,
+        on_mode=telemetry.limiter_mode,
+        on_error=telemetry.limiter_failed,
+    )
+    tracer = _tracer(settings.tracing, unix_offset=lambda: time.time() - clock())
+    access_log = open_access_log(settings.log.access)
+    if access_log is not None:
+        telemetry.register(
+            "counter",
+            "warmpath_access_log_dropped",
+            "Lines of the access log that were lost: nobody took them in time, or the disk is full.",
+            (),
+            lambda: {(): access_log.num_dropped},
+        )
+    counts = settings.telemetry.metrics
     admission = Admission(
-        router,
+        knowledge.router,
         settings.admission.gate_settings,
         clock=clock,
         draw=random.random,
         on_wait=telemetry.queue_wait,
         on_refusal=telemetry.queue_refused,
     )
-    watcher = Watcher(router, upstream, prompters, cards, clock=clock, on_frame=admission.heard)
-    registry = Registry(
-        router,
-        lease_s=settings.leases.lease_s,
-        forget_after_s=settings.leases.forget_after_s,
-        start_watch=watcher.start,
-        stop_watch=watcher.stop,
-    )
+    knowledge.watcher.on_frame = admission.heard
+    for name, about, labels, read in queue_gauges(admission):
+        telemetry.register("gauge", name, about, labels, read)
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
+    client_keys = None if settings.server.open else keys
 
     def finished(record: Record) -> None:
-        telemetry.finished(record)
+        if counts:
+            telemetry.finished(record)
+        if access_log is not None:
+            access_log.finished(record)
+        tracer.finished(record)
         if record.decision is not None:
             decisions.append(record)
 
     hot_path = HotPath(
         public_app(
-            router,
-            cards,
-            None if settings.server.open else keys,
+            knowledge.router,
+            knowledge.cards,
+            client_keys,
             unix_time=lambda moment: moment + time.time() - clock(),
         ),
-        router=router,
+        router=knowledge.router,
         access=Access(
-            keys=None if settings.server.open else keys,
-            limiter=RequestLimiter(settings.limits.requests_per_minute),
+            keys=client_keys,
+            rules=limit_rules(settings),
+            limiter=limiter,
             salt_for=keys.salt_for,
         ),
-        cards=cards,
-        preparer=preparer,
-        tokenizing=Tokenizing(prompters, cards, executor),
+        cards=knowledge.cards,
+        preparer=knowledge.preparer,
+        tokenizing=Tokenizing(knowledge.prompters, knowledge.cards, knowledge.executor),
         homes=homes,
         dispatcher=Dispatcher(
-            router,
-            upstream,
+            knowledge.router,
+            knowledge.upstream,
             homes,
             admission,
+            quarantine,
             timeouts=Timeouts(
                 connect_s=settings.stream.connect_s,
                 first_byte_s=settings.stream.first_byte_s,
@@ -163,57 +319,94 @@ def build_gateway(settings: Settings) -> Gateway:
             ping_s=settings.stream.ping_s,
             clock=clock,
             draw=random.random,
-            on_gap=telemetry.gap,
-            on_failed_try=telemetry.upstream_failed,
+            on_gap=telemetry.gap if counts else _count_nothing,
+            on_failed_try=telemetry.upstream_failed if counts else _count_nothing,
         ),
         tenants={name: tenant.standing for name, tenant in settings.tenants.items()},
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
+        begin_trace=tracer.begin,
         on_finish=finished,
+    )
+    return DataPlane(hot_path, admission, limiter, telemetry, tracer, access_log, decisions)
+
+
+def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore, insight: Insight) -> ControlPlane:
+    """`insight`: of the data planes, in this process or in others."""
+    router, watcher = knowledge.router, knowledge.watcher
+    registry = Registry(
+        router,
+        lease_s=settings.leases.lease_s,
+        forget_after_s=settings.leases.forget_after_s,
+        start_watch=watcher.start,
+        stop_watch=watcher.stop,
+    )
+    explainer = _Explainer(
+        router,
+        settings.admission.max_wait_s,
+        knowledge.preparer,
+        keys,
+        PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP,
+        random.random,
     )
     context = AdminContext(
         settings=settings,
         keys=keys,
         router=router,
         registry=registry,
-        telemetry=telemetry,
+        insight=insight,
         resolve=resolve_host,
-        explain=_Explainer(
-            router, admission, preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
-        ).explain,
-        decisions=lambda: list(decisions),
-        in_flight=lambda: hot_path.in_flight,
-        queues=admission.views,
-        unready=lambda: _unready(router),
-        clock=clock,
+        explain=explainer.explain,
+        clock=time.monotonic,
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
-    return Gateway(settings, hot_path, admin_app(context), keys, registry, watcher, admission, upstream, executor)
+    return ControlPlane(registry, admin_app(context))
+
+
+def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Tracer:
+    export = None
+    if settings.exporter == "otlp":
+        export = otlp_export(
+            endpoint=settings.endpoint,
+            service_name=settings.service_name,
+            version=importlib.metadata.version("warmpath"),
+        )
+    return Tracer(
+        export,
+        sample_ratio=settings.sample_ratio,
+        follow_caller=settings.follow_caller,
+        unix_offset=unix_offset,
+    )
+
+
+def _count_nothing(model: str, value: object) -> None:
+    """Where metrics are off."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Explainer:
     router: Router
-    admission: Admission
+    max_wait_s: float
     preparer: Preparer
     keys: KeyStore
     default_group: str
     draw: Callable[[], float]
 
     async def explain(self, body: bytes, group: str | None) -> tuple[Decision, bool]:
-        """Where a request with this body would go now, and whether it would have to wait before; nothing is sent or promised.
-        Raises `ApiError`.
+        """Where a request with this body would go now, and whether it would wait before, because every replica is saturated;
+        nothing is sent or promised. Raises `ApiError`.
         """
         request = parse_request(_endpoint_of(body), body, open_access=True)
         pool = self.router.pool(request.model)
         if pool is None:
             raise unroutable(self.router.unserved(), request.model)
         prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or self.default_group))
-        decision = self.router.route(prompt.query(request), time.monotonic(), self.draw())
+        now = time.monotonic()
+        decision = self.router.route(prompt.query(request), now, self.draw())
         if isinstance(decision, Unroutable):
             raise unroutable(decision, request.model)
-        return decision, self.admission.would_wait(request.model, decision)
+        return decision, self.router.is_saturated(decision, self.max_wait_s, now)
 
 
 class _Shape(msgspec.Struct):
@@ -229,86 +422,145 @@ def _endpoint_of(body: bytes) -> Endpoint:
     return "/v1/chat/completions" if is_chat else "/v1/completions"
 
 
-def _unready(router: Router) -> str | None:
+def unready(router: Router) -> str | None:
     if any(replica.healthy for replica in router.replicas()):
         return None
     return "No replica is healthy."
 
 
-async def run_gateway(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises OSError for a port in use."""
+async def run(settings: Settings, log_level: str) -> None:
+    """Serve until SIGINT or SIGTERM. Raises OSError for a port in use, `KeyStoreError`."""
     raise_descriptor_limit()
+    if settings.server.processes == 1:
+        await _run_alone(settings)
+    else:
+        await _run_supervisor(settings, log_level)
+
+
+async def _run_alone(settings: Settings) -> None:
     with (
-        _listen(settings.server.host, settings.server.port) as public_socket,
-        _listen(settings.admin.host, settings.admin.port) as admin_socket,
+        listening(settings.server.host, settings.server.port) as public_socket,
+        listening(settings.admin.host, settings.admin.port) as admin_socket,
     ):
         gateway = build_gateway(settings)
         _first_keys(gateway.keys, settings)
         grace_s = settings.server.grace_s
         servers = [
-            _server(gateway.public, Listener(settings.server.limits), grace_s),
-            _server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), grace_s),
+            make_server(gateway.public, Listener(settings.server.limits), grace_s),
+            make_server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), grace_s),
         ]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _ask_to_stop, servers)
+            loop.add_signal_handler(number, ask_to_stop, servers)
         _log.info(
             "serving http://%s:%d/v1, admin http://%s:%d",
             *public_socket.getsockname()[:2],
             *admin_socket.getsockname()[:2],
         )
-        _spare_collections()
+        spare_collections()
         async with gateway.background():
             await asyncio.gather(servers[0].serve([public_socket]), servers[1].serve([admin_socket]))
 
 
-def _spare_collections() -> None:
-    """What the start made is never garbage, and the index grows to millions of numbers that a full collection would visit, for
-    tens of milliseconds each time. Cycles are few here and young when they die, so the small collections find them.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 1_000)
+async def _run_supervisor(settings: Settings, log_level: str) -> None:
+    clock = time.monotonic
+    with (
+        bound(settings.server.host, settings.server.port) as port,
+        listening(settings.admin.host, settings.admin.port) as admin_socket,
+        tempfile.TemporaryDirectory(prefix="warmpath-") as bus_folder,  # only this user may enter it
+    ):
+        keys = KeyStore.open(settings.state_dir)
+        _first_keys(keys, settings)
 
+        def hear(batch: Batch) -> None:
+            for message in batch.messages:
+                router.hear(batch.process, message, clock())
 
-def _ask_to_stop(servers: list[uvicorn.Server]) -> None:
-    """Asked again, it waits for no answer that still runs."""
-    for server in servers:
-        server.force_exit = server.should_exit
-        server.should_exit = True
+        def open_numbers() -> list[Message]:
+            router.drop_silent(clock())
+            return router.open_numbers()
 
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Two servers share this process, so neither may own its signals; `run_gateway` does."""
-        yield
-
-
-def _server(app: ASGIApp, listener: Listener, grace_s: float) -> uvicorn.Server:
-    return _Server(
-        uvicorn.Config(
-            app,
-            http=cast(Any, listener.protocol),
-            proxy_headers=False,
-            lifespan="off",
-            ws="none",
-            access_log=False,
-            log_config=None,
-            timeout_graceful_shutdown=max(1, round(grace_s)),
+        bus = Bus(
+            Path(bus_folder),
+            0,
+            hear=hear,
+            what_is_open=lambda: router.what_is_open(),
+            open_numbers=open_numbers,
         )
-    )
+        router = SharedRouter(settings.routing.router_settings, bus.post)
+        knowledge = build_knowledge(settings, router)
+        telemetry = Telemetry()
 
+        def start_of(process: int, peers: Sequence[int]) -> Start:
+            views = router.replicas()
+            return Start(
+                process=process,
+                settings=settings_bytes(settings),
+                host=settings.server.host,
+                port=port,
+                bus_folder=bus_folder,
+                peers=list(peers),
+                keys=encode_keys(keys),
+                members=members_of(control.registry, router),
+                healthy=[view.id for view in views if view.healthy],
+                exact=[view.id for view in views if view.trust is Trust.EXACT],
+            )
 
-@contextlib.contextmanager
-def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise OSError(f"{host}:{port}: {error.strerror}") from error
-    with listening:
-        yield listening
+        def on_processes(processes: Sequence[int]) -> None:
+            router.set_processes(processes, clock())
+            bus.set_peers(processes)
+
+        supervisor = Supervisor(
+            count=settings.server.processes,
+            grace_s=settings.server.grace_s,
+            log=(log_level, settings.log.format),
+            start_of=start_of,
+            state=lambda: {
+                "keys": encode_keys(keys),
+                "members": encode(members_of(control.registry, router)),
+            },
+            on_processes=on_processes,
+            answers=lambda process: {},
+            on_gone=lambda process: None,
+        )
+
+        async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
+            merged, now = await supervisor.take_metrics(), clock()
+            merged.take("supervisor", families_of(telemetry.families(0)))
+            return await asyncio.to_thread(lambda: render(merged.families(), replicas, now))
+
+        insight = Insight(
+            metrics=metrics,
+            decisions=supervisor.decisions,
+            unready=lambda: unready(router) or supervisor.unready(),
+        )
+        control = build_control_plane(settings, knowledge, keys, insight)
+        server = make_server(
+            announcing(control.admin, supervisor), Listener(descriptor_share=ADMIN_SHARE), settings.server.grace_s
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, supervisor.stop)
+        _log.info(
+            "serving http://%s:%d/v1 by %d processes, admin http://%s:%d",
+            settings.server.host,
+            port,
+            settings.server.processes,
+            *admin_socket.getsockname()[:2],
+        )
+        spare_collections()
+        bus.start()
+        try:
+            async with control.background(settings):
+                serving = asyncio.create_task(server.serve([admin_socket]))
+                try:
+                    await supervisor.run()
+                finally:
+                    server.should_exit = True
+                    await serving
+        finally:
+            await knowledge.aclose()
+            bus.close()
 
 
 def _first_keys(keys: KeyStore, settings: Settings) -> None:

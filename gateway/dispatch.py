@@ -21,14 +21,8 @@ import msgspec
 
 from gateway.admission import Admission, NotAdmitted
 from gateway.api_error import ApiError
-from gateway.failures import (
-    all_busy,
-    bad_upstream,
-    not_admitted,
-    passed_on,
-    quarantined,
-    upstream_error,
-)
+from gateway.failures import all_busy, bad_upstream, not_admitted, passed_on, quarantined, upstream_error
+from gateway.forwarding import Forwarding
 from gateway.homes import Home, Homes
 from gateway.openai import GenerationRequest, Usage, parse_response, parse_usage
 from gateway.prepare import PreparedPrompt
@@ -36,6 +30,7 @@ from gateway.response_events import ResponseRelay
 from gateway.retries import Fingerprint, Quarantine, RetryBudget, fingerprint
 from gateway.server.asgi import Header, Reply
 from gateway.sse import EventRelay, SseRelay
+from gateway.tracing import UNTRACED, Attempt, Trace
 from gateway.upstream.contract import (
     ConnectRefused,
     Origin,
@@ -47,7 +42,7 @@ from gateway.upstream.contract import (
     UpstreamResponse,
 )
 from router import Asked, Decision, Outcome, Placed, Priority, Reservation, Router, Unroutable
-from router.wire import PromptField
+from router.wire import PromptField, ReplicaSpec
 
 __all__ = ["Dispatcher", "Job", "Record"]
 
@@ -86,8 +81,6 @@ class Job:
     priority: Priority = Priority.DEFAULT
     home: str | None = None
     """The replica that keeps what this request is about. No other one could answer."""
-    passed_on: Sequence[Header] = ()
-    """Client headers that replicas understand, such as traceparent."""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -102,18 +95,32 @@ class Record:
     endpoint: str
     started_at: float
     """Monotonic, seconds, as all times here."""
+    trace: Trace = UNTRACED
+    method: str = "POST"
     model: str = ""
+    stream: bool = False
     key_id: str = ""
+    tenant: str = ""
+    client_retries: int = 0
+    """How often the client's SDK says that it tried before."""
     decision: Decision | None = None
     queued_s: float = 0.0
     """What it waited before replicas that were all saturated."""
     tries: int = 0
     status: int = 0
     error_code: str = ""
+    queue_wait_s: float | None = None
+    """How long it waited for a replica to have room; None where it did not come to that."""
     first_byte_s: float | None = None
     """Of a generated answer; None of any other."""
     duration_s: float = 0.0
     usage: Usage | None = None
+    output_events: int = 0
+    """Events of a stream that carried output: about as many tokens."""
+    is_answered: bool = False
+    """Whether a replica gave a whole answer, or all of a stream."""
+    limit: str = ""
+    """The measure of the limit that refused it; '' when none did."""
 
 
 class _TryElsewhere(Exception):
@@ -135,13 +142,19 @@ class _Held:
     """A reservation for as long as a try runs. Leaving without an outcome means that the client left."""
 
     def __init__(
-        self, router: Router, reservation: Reservation, clock: Callable[[], float], on_change: Callable[[], None]
+        self,
+        router: Router,
+        reservation: Reservation,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
     ) -> None:
         """`on_change`: called when the replica has less to do."""
         self._router = router
         self._reservation = reservation
         self._clock = clock
         self._on_change = on_change
+        self.attempt: Attempt | None = None
+        """None unless the request's trace is recorded."""
         self.outcome = Outcome.CANCELLED
         self.usage: Usage | None = None
 
@@ -154,14 +167,20 @@ class _Held:
         return self._reservation.begun_at
 
     def answered(self) -> None:
-        self._router.answered(self._reservation, self._clock())
+        now = self._clock()
+        self._router.answered(self._reservation, now)
         self._on_change()
+        if self.attempt is not None:
+            self.attempt.first_byte_at = now
 
     def failed(self, error: Exception) -> _TryElsewhere:
         """The replica's fault, before its answer began."""
         self.outcome = Outcome.FAILED
+        told = upstream_error(error)
+        if self.attempt is not None:
+            self.attempt.error_code = told.code
         return _TryElsewhere(
-            upstream_error(error),
+            told,
             was_sent=not isinstance(error, ConnectRefused),
             was_lost=isinstance(error, UpstreamClosed),
         )
@@ -174,8 +193,11 @@ class _Held:
     ) -> None:
         usage = self.usage
         cached, prompt = (usage.cached_tokens, usage.prompt_tokens) if usage is not None else (None, None)
-        self._router.finish(self._reservation, self._clock(), self.outcome, cached, prompt)
+        now = self._clock()
+        self._router.finish(self._reservation, now, self.outcome, cached, prompt)
         self._on_change()
+        if self.attempt is not None:
+            self.attempt.ended(now, self.outcome, usage)
 
 
 class _Patience:
@@ -215,6 +237,7 @@ class Dispatcher:
         upstream: Upstream,
         homes: Homes,
         admission: Admission,
+        quarantine: Quarantine,
         *,
         timeouts: Timeouts,
         commit_after_s: float,
@@ -239,10 +262,12 @@ class Dispatcher:
         self._on_gap = on_gap
         self._on_failed_try = on_failed_try
         self._budget = RetryBudget()
-        self._quarantine = Quarantine()
+        self._quarantine = quarantine
 
     async def answer(self, job: Job, reply: Reply, record: Record) -> None:
         """Answer through `reply`. Raises `ApiError` as long as its answer has not begun; its status may be out by then."""
+        if record.trace.sampled:
+            record.trace.read_request(job.request.body)
         if self._quarantine and self._quarantine.holds(job.fingerprint, self._clock()):
             raise quarantined(422)
         self._budget.active += 1
@@ -271,7 +296,7 @@ class Dispatcher:
                 with _Held(self._router, placed.reservation, self._clock, self._admission.heard) as held:
                     record.decision = placed.decision
                     record.tries += 1
-                    await self._try(job, held, reply, record, patience)
+                    await self._try(job, placed, held, reply, record, patience)
             except NotAdmitted as refusal:
                 if not tried:
                     error = not_admitted(refusal.why, job.request.model)
@@ -326,9 +351,14 @@ class Dispatcher:
             return tried
         return tried | {replica.id for replica in self._router.replicas() if replica.id != job.home}
 
-    async def _try(self, job: Job, held: _Held, reply: Reply, record: Record, patience: _Patience | None) -> None:
+    async def _try(
+        self, job: Job, placed: Placed, held: _Held, reply: Reply, record: Record, patience: _Patience | None
+    ) -> None:
+        spec = self._router.spec(held.replica_id)
+        held.attempt = record.trace.begin_attempt(placed.decision, spec.kind, spec.url, held.begun_at)
         try:
-            response = await self._upstream.send(self._upstream_request(job, held.replica_id))
+            trace = record.trace.headers(held.attempt)
+            response = await self._upstream.send(self._upstream_request(job, spec, trace))
         except UpstreamError as error:
             raise held.failed(error) from error
         try:
@@ -341,10 +371,9 @@ class Dispatcher:
         finally:
             await response.aclose()
 
-    def _upstream_request(self, job: Job, replica_id: str) -> UpstreamRequest:
-        spec = self._router.spec(replica_id)
+    def _upstream_request(self, job: Job, spec: ReplicaSpec, trace: Sequence[Header]) -> UpstreamRequest:
         origin, prefix = Origin.parse(spec.url)
-        headers: list[Header] = [(b"x-request-id", job.request_id.encode()), *job.passed_on]
+        headers: list[Header] = [(b"x-request-id", job.request_id.encode()), *trace]
         if job.request.method == "POST":
             headers.append((b"content-type", b"application/json"))
         if spec.credential:
@@ -377,7 +406,10 @@ class Dispatcher:
             held.outcome = Outcome.BUSY
             wait_s = min(wait_s if wait_s is not None else 1.0, _MAX_BUSY_S)
             self._router.busy(held.replica_id, self._clock() + wait_s)
-            raise _TryElsewhere(all_busy(wait_s), was_busy=True)
+            error = all_busy(wait_s)
+            if held.attempt is not None:
+                held.attempt.error_code = error.code
+            raise _TryElsewhere(error, was_busy=True)
         if status in (401, 403) or (status >= 500 and status != 501) or status < 400:
             raise held.failed(bad_upstream(f"A replica answered with status {status}."))
         try:
@@ -396,7 +428,10 @@ class Dispatcher:
         except (UpstreamError, msgspec.MsgspecError) as error:
             raise held.failed(error) from error
         held.answered()
+        if held.attempt is not None:
+            held.attempt.read_answer(body)
         elapsed_s = self._clock() - record.started_at
+        record.usage, record.is_answered = usage, True  # made and paid for, even if the client takes none of it
         if job.request.generates:
             record.first_byte_s = elapsed_s
         await reply.json(200, body, _answer_headers(job, record, elapsed_s))
@@ -429,26 +464,28 @@ class Dispatcher:
             raise held.failed(error) from error
 
         held.answered()
+        if held.attempt is not None:
+            held.attempt.read_event(data)
         patience.end()
         if isinstance(relay, ResponseRelay) and not job.request.subpath:
             self._remember(relay.response_id, job, record)
-        last = self._clock()
-        record.first_byte_s = last - record.started_at
-        if reply.status is None:
-            await reply.start(200, [*_STREAM_HEADERS, *_answer_headers(job, record, record.first_byte_s)])
+        forwarding = Forwarding(relay, reply, job.request.model, self._clock, self._on_gap)
+        record.first_byte_s = forwarding.last_at - record.started_at
         try:
+            if reply.status is None:
+                await reply.start(200, [*_STREAM_HEADERS, *_answer_headers(job, record, record.first_byte_s)])
             await reply.chunk(data)
-            while not relay.done and (data := await _next_output(response, relay)):
-                now = self._clock()
-                self._on_gap(job.request.model, now - last)
-                last = now
-                await reply.chunk(data)
+            await forwarding.run(response)
         except UpstreamError as error:
             complete = False
             if isinstance(error, UpstreamClosed):
                 self._crashed(job, held.replica_id, held.begun_at)
         else:
             complete = relay.done
+        finally:
+            record.output_events = relay.events
+        if held.attempt is not None:
+            held.attempt.finished(relay.finish_reasons)
         if not complete:
             held.outcome = Outcome.FAILED
             record.error_code = "upstream_lost"
@@ -465,6 +502,7 @@ class Dispatcher:
     def _settle(self, usage: Usage | None, job: Job, held: _Held, record: Record) -> None:
         held.outcome = Outcome.OK
         record.usage = held.usage = usage
+        record.is_answered = True
         if usage is not None:
             self._admission.answered(job.request.model, job.owner, usage.completion_tokens)
 

@@ -1,15 +1,17 @@
 """The routes of the data path as raw ASGI: who, how much, what, then `gateway.dispatch`.
 
-Order matters: a request without a valid key costs no body read, one over its limit costs no tokenizing, and a refused one
-costs nothing upstream. Whatever goes wrong becomes one answer in OpenAI's shape here, at the edge.
+Order matters: a request without a valid key costs no body read, nor does one whose key has no requests left; what it takes of
+its limits is known, and taken, once its prompt is; a refused one takes nothing, and costs nothing upstream. Whatever goes wrong
+becomes one answer in OpenAI's shape here, at the edge.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,26 +21,47 @@ from gateway.dispatch import Dispatcher, Job, Record
 from gateway.failures import unroutable, unsupported
 from gateway.homes import Home, Homes
 from gateway.keys import KeyRecord, KeyStore
-from gateway.limits import Refused, RequestLimiter, limit_headers
+from gateway.limits import (
+    LOCAL_HEADER,
+    Caller,
+    Limiter,
+    Quota,
+    Refused,
+    Rules,
+    limit_headers,
+    refusal_error,
+    refusal_headers,
+)
 from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS, Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
-from gateway.server.asgi import ClientGone, Reply, header, read_body, request_id, while_connected
+from gateway.server.asgi import (
+    WRITE_EXTENSION,
+    ClientGone,
+    Header,
+    Reply,
+    header,
+    read_body,
+    request_id,
+    while_connected,
+)
+from gateway.spending import Spending
 from gateway.sse import error_event
 from gateway.stored import StoredCall, parse_stored_call
 from gateway.tenants import Standing, priority_asked
 from gateway.tokenizing import Tokenizing
+from gateway.tracing import Trace
 from router import Pool, Router, UnknownReplica
 
 __all__ = ["PUBLIC_GROUP", "Access", "HotPath", "authenticate"]
 
 _log = logging.getLogger("warmpath.gateway")
-_PASSED_ON: Final = frozenset({b"traceparent", b"tracestate", b"baggage"})
 PUBLIC_GROUP: Final = "public"
 """The sharing group, and the tenant, of everyone when the gateway is open."""
 _OWN_WORKERS_LACK: Final = frozenset({"/v1/embeddings", "/v1/responses"})
 _TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
+_MAX_RETRY_DIGITS: Final = 3
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
 _USUAL: Final = Standing()
@@ -51,7 +74,8 @@ class Access:
     """Who may use the gateway. `keys` is None when it is open to everyone who reaches it."""
 
     keys: KeyStore | None
-    limiter: RequestLimiter
+    rules: Rules
+    limiter: Limiter
     salt_for: Callable[[str], str]
 
 
@@ -70,6 +94,7 @@ class HotPath:
         tenants: Mapping[str, Standing],
         max_body_bytes: int,
         clock: Callable[[], float],
+        begin_trace: Callable[[Iterable[Header]], Trace],
         on_finish: Callable[[Record], None],
     ) -> None:
         """`rest` serves every other route. `tenants`: those that stand otherwise than usual. `on_finish` is called once for
@@ -86,6 +111,7 @@ class HotPath:
         self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._clock = clock
+        self._begin_trace = begin_trace
         self._on_finish = on_finish
         self.in_flight = 0
         """Requests being answered."""
@@ -100,9 +126,14 @@ class HotPath:
             await self._rest(scope, receive, send)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
-        reply = Reply(send, request_id(scope))
+        reply = Reply(send, request_id(scope), scope.get("extensions", {}).get(WRITE_EXTENSION))
         record = Record(
-            request_id=reply.request_id, endpoint=stored.endpoint if stored else scope["path"], started_at=self._clock()
+            request_id=reply.request_id,
+            endpoint=stored.endpoint if stored else scope["path"],
+            started_at=self._clock(),
+            trace=self._begin_trace(scope["headers"]),
+            method=scope["method"],
+            client_retries=_client_retries(scope),
         )
         self.in_flight += 1
         try:
@@ -133,12 +164,14 @@ class HotPath:
         self, scope: Scope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
     ) -> None:
         key = authenticate(self._access.keys, scope)
+        owner = record.tenant = key.tenant if key is not None else PUBLIC_GROUP
         if key is not None:
             record.key_id = key.id
-            self._spend(key, reply)
-        owner = key.tenant if key is not None else PUBLIC_GROUP
         standing = self._tenants.get(owner, _USUAL)
         priority = priority_asked(scope["headers"], standing.priority)
+        caller = self._caller(key, owner)
+        if caller.early and (refused := self._access.limiter.look(caller.early)) is not None:
+            raise _refuse(refused, reply, record)
         home = None
         if stored is not None:
             request, home = self._find(stored, owner)
@@ -150,14 +183,13 @@ class HotPath:
                 home = known.replica_id if known.model == request.model else None
         pool = self._pool(request)
         record.model = request.model
+        record.stream = request.stream
         salt = self._access.salt_for(key.group if key is not None else PUBLIC_GROUP)
-        async with while_connected(scope, receive, reply):
-            if request.endpoint in _TOKENIZING and (tokens := await self._tokenizing.answer(request, pool)) is not None:
-                await reply.json(200, tokens)
-                return
-            job = Job(
+
+        def job(prompt: PreparedPrompt) -> Job:
+            return Job(
                 request=request,
-                prompt=await self._prompt(request, pool, salt),
+                prompt=prompt,
                 salt=salt,
                 seed=request.seed if request.seed is not None else secrets.randbits(63),
                 request_id=reply.request_id,
@@ -166,16 +198,25 @@ class HotPath:
                 weight=standing.weight,
                 priority=priority,
                 home=home,
-                passed_on=[pair for pair in scope["headers"] if pair[0] in _PASSED_ON],
             )
-            await self._dispatcher.answer(job, reply, record)
+
+        async with while_connected(scope, receive, reply):
+            if request.endpoint in _TOKENIZING:
+                with await self._admit(caller, request, _NOTHING_TO_COMPUTE, reply, record):
+                    if (tokens := await self._tokenizing.answer(request, pool)) is not None:
+                        await reply.json(200, tokens)
+                        return
+                    await self._preparer.prepare(request, pool, salt)  # finds what is wrong with the body
+                    await self._dispatcher.answer(job(_NOTHING_TO_COMPUTE), reply, record)
+            else:
+                prompt = await self._prompt(request, pool, salt)
+                with await self._admit(caller, request, prompt, reply, record):
+                    await self._dispatcher.answer(job(prompt), reply, record)
 
     async def _prompt(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         if request.subpath:
             return _NOTHING_TO_COMPUTE
         prompt = await self._preparer.prepare(request, pool, salt)  # which also finds what is wrong with the body
-        if request.endpoint in _TOKENIZING:
-            return _NOTHING_TO_COMPUTE
         if prompt.ids is not None and prompt.num_tokens > _LONG_PROMPT_TOKENS:
             self._require_room(request, prompt.num_tokens)
         return prompt
@@ -190,18 +231,28 @@ class HotPath:
             )
             raise ApiError(400, "context_length_exceeded", message, param=param)
 
-    def _spend(self, key: KeyRecord, reply: Reply) -> None:
-        verdict = self._access.limiter.try_acquire(key.id, key.requests_per_minute, self._clock())
+    def _caller(self, key: KeyRecord | None, tenant: str) -> Caller:
+        if key is None:
+            return self._access.rules.caller(None, None, tenant)
+        return self._access.rules.caller(key.id, _quota(key), tenant)
+
+    async def _admit(
+        self, caller: Caller, request: GenerationRequest, prompt: PreparedPrompt, reply: Reply, record: Record
+    ) -> Spending:
+        """Take what the request may need from all its limits. Raises `ApiError` 429, and has taken nothing then."""
+        rules, limiter = self._access.rules, self._access.limiter
+        limits = rules.limits(caller, request.model)
+        max_tokens = request.max_tokens if request.generates else 0
+        amounts = rules.amounts(request.model, prompt.num_tokens, max_tokens, request.choices)
+        verdict = limiter.try_reserve(limits, amounts)
         if verdict is None:
-            return
-        reply.headers += limit_headers(verdict)
+            verdict = await limiter.reserve(limits, amounts)
         if isinstance(verdict, Refused):
-            raise ApiError(
-                429,
-                "rate_limit_exceeded",
-                f"This key may send {verdict.limit} requests a minute.",
-                retry_after_s=verdict.retry_after_s,
-            )
+            raise _refuse(verdict, reply, record)
+        reply.headers += limit_headers(verdict.limits, verdict.left)
+        if verdict.is_local:
+            reply.headers.append(LOCAL_HEADER)
+        return Spending(verdict, rules, record, prompt.num_tokens)
 
     def _find(self, stored: StoredCall, owner: str) -> tuple[GenerationRequest, str]:
         """A call for a response that is there already → the request for the replica that made it, and that replica."""
@@ -227,6 +278,21 @@ class HotPath:
         return pool
 
 
+def _quota(key: KeyRecord) -> Quota | None:
+    return _quotas(key.requests_per_minute)
+
+
+@cache
+def _quotas(requests_per_minute: int | None) -> Quota | None:
+    return None if requests_per_minute is None else Quota(requests_per_minute=requests_per_minute)
+
+
+def _refuse(refused: Refused, reply: Reply, record: Record) -> ApiError:
+    record.limit = refused.limit.measure.name.lower()
+    reply.headers += refusal_headers(refused)
+    return refusal_error(refused)
+
+
 def _error_event(endpoint: str, error: ApiError) -> bytes:
     if endpoint == "/v1/responses":
         return response_error_event(error.message, code=error.code)
@@ -244,6 +310,14 @@ def authenticate(keys: KeyStore | None, scope: Scope) -> KeyRecord | None:
     if key is None:
         raise ApiError(401, "invalid_api_key", "Incorrect API key provided.")
     return key
+
+
+def _client_retries(scope: Scope) -> int:
+    """What OpenAI's SDKs say when they try again; 0 for anything else."""
+    for name, value in scope["headers"]:
+        if name == b"x-stainless-retry-count":
+            return int(value) if value.isdigit() and len(value) <= _MAX_RETRY_DIGITS else 0
+    return 0
 
 
 def _require_json(scope: Scope) -> None:

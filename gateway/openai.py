@@ -50,6 +50,9 @@ _USAGE_ON_REQUEST: Final = frozenset({"/v1/chat/completions", "/v1/completions"}
 _MAX_ITEMS: Final = 2048
 """Messages, parts of messages, inputs: each costs a step of its own, here and at the replica. OpenAI's limit for inputs."""
 
+_COUNT_DIGITS: Final = 16
+_MOST_COUNTED: Final = 1 << 31
+
 _REFUSED: Final = ("chat_template", "cache_salt", "prompt_embeds", "kv_transfer_params", "truncate_prompt_tokens")
 """Fields that would reach into a replica's inside: templates run code, salts and transfers name other people's cache."""
 
@@ -74,6 +77,10 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     seed: int | None = None
+    max_tokens: msgspec.Raw = _ABSENT
+    max_completion_tokens: msgspec.Raw = _ABSENT
+    max_output_tokens: msgspec.Raw = _ABSENT
+    n: msgspec.Raw = _ABSENT
     warmpath: msgspec.Raw = _ABSENT
     chat_template: msgspec.Raw = _ABSENT
     cache_salt: msgspec.Raw = _ABSENT
@@ -98,6 +105,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the client asked for the usage chunk of a stream."""
     has_stream_options: bool = False
     seed: int | None = None
+    max_tokens: int | None = None
+    """The most that each choice may generate; None: the request does not say."""
+    choices: int = 1
     follows: str | None = None
     """Id of the response or conversation that this one goes on from."""
     body: bytes = b""
@@ -165,9 +175,24 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         has_stream_options=fields.stream_options is not None,
         seed=fields.seed,
+        max_tokens=_max_tokens(fields),
+        choices=_count(fields.n) or 1,
         follows=_followed(fields) if endpoint == "/v1/responses" else None,
         body=body,
     )
+
+
+def _max_tokens(fields: _Body) -> int | None:
+    for raw in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
+        if (count := _count(raw)) is not None:
+            return count
+    return None
+
+
+def _count(raw: msgspec.Raw) -> int | None:
+    """A number that only limits look at; what is none is the replica's to refuse."""
+    value = bytes(raw)
+    return min(int(value), _MOST_COUNTED) if value.isdigit() and len(value) <= _COUNT_DIGITS else None
 
 
 def _require_prompt(endpoint: Endpoint, fields: _Body) -> None:

@@ -26,6 +26,7 @@ from pydantic import (
     PlainValidator,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -34,6 +35,7 @@ from pydantic_settings import SettingsError as EnvironmentFault
 from gateway.admin.addresses import AllowList, PortRange, base_url
 from gateway.admin.registry import checked_model, checked_replica_id
 from gateway.keys import checked_label
+from gateway.limits import Quota
 from gateway.server.connection import ListenerLimits
 from gateway.tenants import PRIORITIES, Standing
 from router import GateSettings, PolicyName, RoutingSettings
@@ -44,9 +46,11 @@ __all__ = [
     "AdmissionSettings",
     "LeaseSettings",
     "LimitSettings",
+    "LogSettings",
     "ModelSettings",
     "PromptSettings",
     "QuotaSettings",
+    "RedisSettings",
     "RegistrySettings",
     "ReplicaSettings",
     "RoutingGroup",
@@ -54,7 +58,9 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StreamSettings",
+    "TelemetrySettings",
     "TenantSettings",
+    "TracingSettings",
     "load_settings",
     "redacted",
 ]
@@ -83,6 +89,12 @@ def _parse_ports(value: object) -> PortRange:
     return value if isinstance(value, PortRange) else PortRange.parse(str(value))
 
 
+def _http_url(value: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", value):
+        raise ValueError("write http://host:port/path")
+    return value
+
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 SpecialTokens = Literal["parse", "escape"]
@@ -102,6 +114,8 @@ class ServerSettings(_Group):
     host: str = "127.0.0.1"
     """Reachable from this machine only, until somebody decides otherwise."""
     port: Port = 8000
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """That share the port. One process uses one core; more than there are cores only cost."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 << 20
     """About a million tokens of English; more is a mistake or an attack."""
     grace_s: Seconds = 30.0
@@ -224,9 +238,26 @@ class QuotaSettings(_Group):
     usd_per_day: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Needs prices (`models`)."""
 
+    @property
+    def quota(self) -> Quota:
+        return Quota(
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            parallel_requests=self.parallel_requests,
+            tokens_per_day=self.tokens_per_day,
+            usd_per_day=self.usd_per_day,
+        )
+
 
 class LimitSettings(QuotaSettings):
     """Of each key that has no limit of its own. Tenants and models have theirs under `tenants` and `models`."""
+
+    reserved_output_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 512
+    """What an answer without max_tokens is taken to need until its usage is known: too little lets more through than the limit,
+    by what the running answers have beyond it; too much refuses who has room."""
+    hosts: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Gateways that serve the same keys. Without a Redis between them each lets its share of every limit through; with one, as
+    long as it is away."""
 
 
 class TenantSettings(_Group):
@@ -272,6 +303,20 @@ class AdmissionSettings(_Group):
         return GateSettings(**dict(self))
 
 
+class RedisSettings(_Group):
+    """Where several gateways keep the limits that they share. Without it each keeps its own."""
+
+    url: Secret = None
+    """redis://:PASSWORD@HOST:6379/0, rediss:// for TLS, or unix:///PATH."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_redis(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("begins with redis://, rediss:// or unix://")
+        return url
+
+
 class LeaseSettings(_Group):
     """How long a replica that registered itself counts as there without a heartbeat."""
 
@@ -306,6 +351,36 @@ class PromptSettings(_Group):
         return self.models.get(model, self.special_tokens_in_text) == "escape"
 
 
+class TelemetrySettings(_Group):
+    """What is counted."""
+
+    metrics: bool = True
+    """False: /metrics has only what is known without counting. It saves 3 us a request."""
+
+
+class TracingSettings(_Group):
+    """OpenTelemetry traces. ``OTEL_*`` variables mean what they mean elsewhere; a setting of ours wins over them."""
+
+    exporter: Literal["none", "otlp"] = "none"
+    endpoint: Annotated[str, AfterValidator(_http_url)] | None = None
+    """Where spans are POSTed (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces. None: OTEL_EXPORTER_OTLP_ENDPOINT's
+    word, else that port of this machine."""
+    service_name: Annotated[str, Field(min_length=1, max_length=200)] = "warmpath"
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share of the requests without a caller's trace that are recorded. One costs 0.2 ms of CPU."""
+    follow_caller: bool = True
+    """A caller's trace is recorded if the caller says so. False: by `sample_ratio`, for callers who always say so."""
+
+
+class LogSettings(_Group):
+    """What is written about requests, and how."""
+
+    access: Annotated[str, Field(min_length=1, max_length=4096)] = "stdout"
+    """One JSON line a request: to stdout, stderr, a file by its path, or off."""
+    format: Literal["text", "json"] = "text"
+    """Of the gateway's own messages, on stderr."""
+
+
 class Settings(_Group):
     server: ServerSettings = ServerSettings()
     admin: AdminSettings = AdminSettings()
@@ -319,8 +394,12 @@ class Settings(_Group):
     tenants: dict[Annotated[str, AfterValidator(checked_label)], TenantSettings] = {}
     models: dict[Annotated[str, AfterValidator(checked_model)], ModelSettings] = {}
     admission: AdmissionSettings = AdmissionSettings()
+    redis: RedisSettings = RedisSettings()
     leases: LeaseSettings = LeaseSettings()
     registry: RegistrySettings = RegistrySettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    tracing: TracingSettings = TracingSettings()
+    log: LogSettings = LogSettings()
 
     @model_validator(mode="after")
     def _distinct(self) -> Settings:
@@ -341,7 +420,8 @@ class _Environment(Settings, BaseSettings):
 def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
     """Read everything. `flags`: nested like the file. Raises `SettingsError` naming every fault."""
     values: dict[str, Any] = {}
-    for layer in (_read_file(file) if file is not None else {}, _read_environment(), flags or {}):
+    file_values = _read_file(file) if file is not None else {}
+    for layer in (_read_otel_environment(), file_values, _read_environment(), flags or {}):
         values = _merged(values, layer)
     try:
         return Settings.model_validate(values)
@@ -384,6 +464,23 @@ def _read_environment() -> dict[str, Any]:
         if name.upper().startswith(_PREFIX) and nested and group.lower() not in Settings.model_fields:
             values[group.lower()] = {}
     return values
+
+
+def _read_otel_environment() -> dict[str, Any]:
+    """The standard variables that decide what the gateway records. The SDK reads those that say how it is sent."""
+    tracing: dict[str, Any] = {}
+    if exporter := os.environ.get("OTEL_TRACES_EXPORTER"):
+        tracing["exporter"] = exporter
+    if service_name := os.environ.get("OTEL_SERVICE_NAME"):
+        tracing["service_name"] = service_name
+    if sampler := os.environ.get("OTEL_TRACES_SAMPLER"):
+        rule = sampler.removeprefix("parentbased_")
+        if rule not in ("always_on", "always_off", "traceidratio"):
+            raise SettingsError([f"OTEL_TRACES_SAMPLER: there is no sampler '{sampler}' here"])
+        tracing["follow_caller"] = rule != sampler
+        ratio = os.environ.get("OTEL_TRACES_SAMPLER_ARG", "1")
+        tracing["sample_ratio"] = {"always_on": 1.0, "always_off": 0.0}.get(rule, ratio)
+    return {"tracing": tracing} if tracing else {}
 
 
 def _read_file(file: Path) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class EventRelay(ABC):
     Kept from the client: what a dialect keeps from it; a fault, which is raised instead; whatever follows the end.
     """
 
-    __slots__ = ("_failure", "_partial", "done", "events", "usage")
+    __slots__ = ("_failure", "_partial", "done", "events", "finish_reasons", "usage")
 
     max_event_bytes: ClassVar[int] = MAX_EVENT_BYTES
 
@@ -71,6 +71,8 @@ class EventRelay(ABC):
         """Events so far that carry a part of the answer. The first one commits the answer and is its time to first token."""
         self.done = False
         """Whether the stream came to its good end."""
+        self.finish_reasons: list[str] = []
+        """Why the choices ended, in the order of their ends."""
         self.usage: Usage | None = None
         """The newest usage object seen; that of the whole answer once `done`."""
 
@@ -213,8 +215,10 @@ class SseRelay(EventRelay):
             self.usage = usage_of(chunk.usage)
         if not chunk.choices:
             return not (has_usage and self._strip_usage)
-        if any(choice.finish_reason is not None for choice in chunk.choices):
+        reasons = [choice.finish_reason for choice in chunk.choices if choice.finish_reason is not None]
+        if reasons:
             self.finished = True
+            self.finish_reasons += reasons
         self.events += 1
         return True
 

@@ -33,10 +33,19 @@ _PLACES: Final = ("port", "spare_port", "workers")
 class Ours:
     policy: str
     knowledge: Knowledge = "exact"
+    processes: int = 1
+    """Of each gateway."""
+    gateways: int = 1
+    """In front of the same replicas, with nothing else in common; clients take them in turn."""
 
     @property
     def name(self) -> str:
-        return self.policy if self.knowledge == "exact" else f"{self.policy} ({self.knowledge})"
+        marks = [
+            *([self.knowledge] if self.knowledge != "exact" else []),
+            *([f"{self.processes} processes"] if self.processes > 1 else []),
+            *([f"{self.gateways} gateways"] if self.gateways > 1 else []),
+        ]
+        return f"{self.policy} ({', '.join(marks)})" if marks else self.policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ async def _drive(system: System, workload: Workload, speedup: float) -> tuple[li
     start = time.monotonic() + _LEAD_S
     watching = asyncio.create_task(watch(system.replica_ports, start, samples))
     try:
-        answers = await send_all(system.port, MODEL, workload.requests, speedup, _TIMEOUT_S, start)
+        answers = await send_all(system.ports, MODEL, workload.requests, speedup, _TIMEOUT_S, start)
     finally:
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, cast
 
@@ -16,6 +18,7 @@ from loadtest.compare import Report, Setup, compare, write_report
 from loadtest.plots import draw_plots, require_matplotlib
 from loadtest.processes import SystemFailure
 from loadtest.summary import Figures, Limits
+from loadtest.system import MAX_GATEWAYS
 from loadtest.trace import TraceUnreadable, whole_trace_path
 from loadtest.workloads import SHARED_RATES, WORKLOADS, make_workload
 
@@ -78,6 +81,19 @@ def _knowledge(_: click.Context, __: click.Parameter, text: str) -> list[Knowled
     return cast(list[Knowledge], found)
 
 
+def _counts(most: int) -> Callable[[click.Context, click.Parameter, str], list[int]]:
+    def parse(_: click.Context, __: click.Parameter, text: str) -> list[int]:
+        try:
+            counts = [int(part) for part in text.split(",")]
+        except ValueError as error:
+            raise click.BadParameter(f"{text!r} is no list of numbers") from error
+        if not all(1 <= count <= most for count in counts):
+            raise click.BadParameter(f"from 1 to {most}")
+        return counts
+
+    return parse
+
+
 def _peers(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> list[Peer]:
     try:
         return [parse_peer(text) for text in texts]
@@ -111,6 +127,7 @@ Examples:
   warmpath bench fleet                                           # our policy, the recorded trace, about a minute
   warmpath bench fleet --policies all --runs 3 --out results.json --plots plots
   warmpath bench fleet --workload shared --policies cost,random --knowledge exact,plain
+  warmpath bench fleet --gateway-processes 1,4 --gateways 1,2 --runs 3
   warmpath bench fleet --policies none --peer 'nginx=./start-nginx.sh {port} {workers}'
   warmpath bench fleet --peer 'sglang=sglang-router launch --port {port} --worker-urls {workers}'
 \b
@@ -144,6 +161,20 @@ own; within a word, joined by commas. It is ready when it answers a completion, 
 @click.option("--runs", type=click.IntRange(1, 20), default=1, show_default=True, help="Of each; the median is shown.")
 @click.option("--replicas", type=click.IntRange(1, 64), default=8, show_default=True)
 @click.option("--processes", type=click.IntRange(1, 64), default=4, show_default=True, help="That the replicas share.")
+@click.option(
+    "--gateway-processes",
+    default="1",
+    show_default=True,
+    callback=_counts(64),
+    help="Of our gateway; several by commas.",
+)
+@click.option(
+    "--gateways",
+    default="1",
+    show_default=True,
+    callback=_counts(MAX_GATEWAYS),
+    help="In front of one fleet; the same.",
+)
 @click.option("--speedup", type=click.FloatRange(0.1, 50), default=3.0, show_default=True, help="Of all time.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only so many requests.")
 @click.option("--tokens-per-chunk", type=click.IntRange(min=1), default=16, show_default=True)
@@ -172,6 +203,8 @@ def fleet(
     runs: int,
     replicas: int,
     processes: int,
+    gateway_processes: list[int],
+    gateways: list[int],
     speedup: float,
     limit: int | None,
     tokens_per_chunk: int,
@@ -183,7 +216,8 @@ def fleet(
     plots: Path | None,
 ) -> None:
     """Compare routing policies and routers over a simulated fleet."""
-    arms: list[Arm] = [Ours(policy, each) for policy in policies for each in knowledge]
+    ours = itertools.product(policies, knowledge, gateway_processes, gateways)
+    arms: list[Arm] = [Ours(*each) for each in ours]
     arms += peers
     if not arms:
         raise click.UsageError("nothing to measure: name --policies or --peer")

@@ -1,6 +1,7 @@
 """`warmpath bench gateway`: what a gateway costs per request and per relayed chunk, ours and other routers in one run.
 
-Replicas are stubs (`loadtest.stub`), texts are never repeated, and ours runs as it is deployed: keys, a limit, metrics. CPU
+Replicas are stubs (`loadtest.stub`), texts are never repeated, and ours runs as it is deployed: keys, a limit, metrics, traces
+at the default ratio, an access log. `--bare` adds ours without any of that, which shows what all of it costs. CPU
 time is that of the router with all its children, by the scheduler's account; routers take turns within each row, so that what
 else the machine does hits all of them.
 """
@@ -160,7 +161,7 @@ def measure(row: Row, router: Router, texts: _Texts, direct_port: int) -> float:
 
 
 @contextlib.contextmanager
-def running_routers(peers: Sequence[Peer], port: int) -> Iterator[tuple[list[Router], int]]:
+def running_routers(peers: Sequence[Peer], port: int, *, bare: bool) -> Iterator[tuple[list[Router], int]]:
     """Ours and the peers over the same stubs, and a stub's own port."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warmpath-bench-")))
@@ -170,6 +171,8 @@ def running_routers(peers: Sequence[Peer], port: int) -> Iterator[tuple[list[Rou
         urls = [f"http://127.0.0.1:{each}" for each in stubs]
         _wait(f"{urls[0]}/v1/models", stub, {})
         routers = [_start_ours(stack, folder, urls, port + 10)]
+        if bare:
+            routers.append(_start_bare(stack, folder, urls, port + 14))
         for number, peer in enumerate(peers):
             place = port + 20 + 10 * number
             words = peer.command(place, place + 1, urls)
@@ -184,12 +187,30 @@ def _start_ours(stack: contextlib.ExitStack, folder: Path, urls: Sequence[str], 
     admin_key = f"wpa-bench-{secrets.token_urlsafe(24)}"
     command = [sys.executable, "-m", "gateway", "serve", "--port", str(port), "--admin-port", str(port + 1)]
     command += ["--replicas", ",".join(urls), "--state-dir", str(folder / "state")]
-    process = stack.enter_context(running_process(command, folder / "ours.log", {"WARMPATH_ADMIN__KEY": admin_key}))
+    environment = {
+        "WARMPATH_ADMIN__KEY": admin_key,
+        "WARMPATH_LOG__ACCESS": str(folder / "access.log"),
+        "WARMPATH_TRACING__EXPORTER": "otlp",
+        "WARMPATH_TRACING__ENDPOINT": f"{urls[0]}/v1/traces",  # a stub answers any POST
+    }
+    process = stack.enter_context(running_process(command, folder / "ours.log", environment))
     admin, headers = f"http://127.0.0.1:{port + 1}/admin/v1", {"authorization": f"Bearer {admin_key}"}
     _wait(f"{admin}/replicas", process, headers)
     asked = {"kind": "client", "name": "bench", "requests_per_minute": 1_000_000}
     answer = httpx.post(f"{admin}/keys", json=asked, headers=headers, trust_env=False).raise_for_status().json()
     return Router("warmpath", port, process, answer["key"])
+
+
+def _start_bare(stack: contextlib.ExitStack, folder: Path, urls: Sequence[str], port: int) -> Router:
+    command = [sys.executable, "-m", "gateway", "serve", "--open", "--port", str(port), "--admin-port", str(port + 1)]
+    command += ["--replicas", ",".join(urls), "--state-dir", str(folder / "bare")]
+    environment = {
+        "WARMPATH_LOG__ACCESS": "off",
+        "WARMPATH_TELEMETRY__METRICS": "false",
+        "WARMPATH_TRACING__EXPORTER": "none",
+    }
+    process = stack.enter_context(running_process(command, folder / "bare.log", environment))
+    return Router("warmpath-bare", port, process)
 
 
 def _wait(url: str, process: Process, headers: dict[str, str]) -> None:
@@ -243,6 +264,7 @@ def _peers(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> list[
     epilog="""\b
 Examples:
   warmpath bench gateway                                    # ours alone, a minute
+  warmpath bench gateway --bare --rounds 9                  # what keys, limits, metrics, traces and the log cost
   warmpath bench gateway --peers ~/.cache/warmpath/peers --rounds 5 --out gateway.json
   warmpath bench gateway --peer 'nginx=nginx -c {port}.conf -g "# {workers}"' --rows '1 KB'
 """
@@ -251,6 +273,7 @@ Examples:
     "--peers", type=click.Path(file_okay=False, path_type=Path), help="Where `make bench-peers` installs them."
 )
 @click.option("--peer", "more", multiple=True, callback=_peers, help="NAME=COMMAND with {port} and {workers}.")
+@click.option("--bare", is_flag=True, help="Also ours without keys, limits, metrics, traces and log.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="The median is shown.")
 @click.option("--rows", default="", help="Only rows whose name holds this.")
 @click.option(
@@ -269,6 +292,7 @@ def gateway(
     *,
     peers: Path | None,
     more: list[Peer],
+    bare: bool,
     rounds: int,
     rows: str,
     scale: float,
@@ -289,7 +313,7 @@ def gateway(
     known = [peer for peer in known_peers(peers) if ":" not in peer.name] if peers is not None else []
     values: dict[tuple[str, str], list[float]] = {}
     try:
-        with running_routers([*known, *more], port) as (routers, direct_port):
+        with running_routers([*known, *more], port, bare=bare) as (routers, direct_port):
             for number in range(rounds):
                 for row in chosen:
                     console.print(f"[dim]round {number + 1} of {rounds}: {row.name}[/]")

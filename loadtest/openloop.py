@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -39,25 +40,29 @@ class Answer:
 
 
 async def send_all(
-    port: int, model: str, requests: Sequence[Request], speedup: float, timeout_s: float, start: float
+    ports: Sequence[int], model: str, requests: Sequence[Request], speedup: float, timeout_s: float, start: float
 ) -> list[Answer]:
-    """One answer for each request, the times of which begin at `start` (`time.monotonic`). None takes over `timeout_s`."""
+    """One answer for each request, the times of which begin at `start` (`time.monotonic`). None takes over `timeout_s`.
+
+    Of several `ports` each gets every so-manieth request.
+    """
     loop = asyncio.get_running_loop()
-    connections = Connections(port)
+    connections = [Connections(port) for port in ports]
     answers: list[asyncio.Task[Answer]] = []
     gc.collect()
     gc.disable()  # a collection over all those prompts would be a lag of its own
     try:
-        for request in requests:
+        for request, taken in zip(requests, itertools.cycle(connections), strict=False):
             due = start + request.at_s / speedup
             payload = _payload(model, request)
             await asyncio.sleep(max(due - time.monotonic(), 0.0))
-            answers.append(loop.create_task(_send(connections, payload, due, timeout_s)))
+            answers.append(loop.create_task(_send(taken, payload, due, timeout_s)))
         return await asyncio.gather(*answers)
     finally:
         for task in answers:
             task.cancel()
-        connections.close()
+        for each in connections:
+            each.close()
         gc.enable()
 
 

@@ -1,4 +1,4 @@
-"""A simulated fleet and one router in front of it, as processes started by their command lines and watched over HTTP.
+"""A simulated fleet and a router in front of it, as processes started by their command lines and watched over HTTP.
 
 The processes end with the block that started them, whatever happens in it.
 """
@@ -20,12 +20,13 @@ import httpx
 from loadtest.arms import Arm, Ours, Peer
 from loadtest.processes import Process, Usage, running_process
 
-__all__ = ["MODEL", "NUM_PORTS", "FleetShape", "System", "running_system"]
+__all__ = ["MAX_GATEWAYS", "MODEL", "NUM_PORTS", "FleetShape", "System", "running_system"]
 
 MODEL: Final = "simulated"
 
 NUM_PORTS: Final = 4
-"""In front of the replicas': clients', admin API, one to spare, and one left out."""
+"""In front of the replicas': clients', admin API, and the same of a second gateway; a peer may use the third."""
+MAX_GATEWAYS: Final = NUM_PORTS // 2
 
 _START_S: Final = 30.0
 _POLL_S: Final = 0.1
@@ -52,18 +53,23 @@ class FleetShape:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    port: int
+    ports: tuple[int, ...]
+    """Of clients; more than one where there are several gateways."""
     replica_ports: tuple[int, ...]
-    router: Process
+    routers: tuple[Process, ...]
     fleet: tuple[Process, ...]
 
     def usage(self) -> tuple[Usage, Usage]:
-        """Of the router and of the fleet."""
-        return self.router.usage(), sum((process.usage() for process in self.fleet), Usage(0.0, 0.0))
+        """Of the routers and of the fleet."""
+        return _sum(self.routers), _sum(self.fleet)
 
     def check(self) -> None:
-        for process in (self.router, *self.fleet):
+        for process in (*self.routers, *self.fleet):
             process.check()
+
+
+def _sum(processes: Sequence[Process]) -> Usage:
+    return sum((process.usage() for process in processes), Usage(0.0, 0.0))
 
 
 @contextlib.contextmanager
@@ -83,13 +89,11 @@ def _start_ours(stack: contextlib.ExitStack, folder: Path, arm: Ours, shape: Fle
     ports = _replica_ports(shape, port)
     admin_key = f"wpa-bench-{secrets.token_urlsafe(24)}"
     join_token = f"wpj-fleet-{secrets.token_urlsafe(24)}"
-    command = [sys.executable, "-m", "gateway", "serve", "--open", "--port", str(port), "--admin-port", str(port + 1)]
-    command += ["--policy", arm.policy, "--state-dir", str(folder / "state")]
+    client_ports = [port + 2 * number for number in range(arm.gateways)]
     joining: list[str] = []
     if arm.knowledge == "exact":
-        joining = ["--gateway", f"http://127.0.0.1:{port + 1}", "--join-token", join_token]
-    else:
-        command += ["--replicas", ",".join(_urls(ports))]
+        joining = [word for each in client_ports for word in ("--gateway", f"http://127.0.0.1:{each + 1}")]
+        joining += ["--join-token", join_token]
     speedup = shape.speedup
     environment = {
         "WARMPATH_ADMIN__KEY": admin_key,
@@ -101,18 +105,36 @@ def _start_ours(stack: contextlib.ExitStack, folder: Path, arm: Ours, shape: Fle
         "WARMPATH_ROUTING__W_PER_WAIT_S": str(_W_PER_WAIT_S * speedup),
         "WARMPATH_ROUTING__SATURATED_S": str(_SATURATED_S / speedup),
     }
+    if arm.gateways > 1:  # or what one has sent would be of no use to the other
+        environment["WARMPATH_KEYS__FLEET_SECRET"] = secrets.token_hex(32)
     fleet = _start_fleet(stack, folder, shape, ports, joining)
-    router = stack.enter_context(running_process(command, folder / "router.log", environment))
+    routers = tuple(
+        stack.enter_context(
+            running_process(
+                _gateway_command(arm, each, folder / f"state-{each}", ports), folder / f"router-{each}.log", environment
+            )
+        )
+        for each in client_ports
+    )
     trusts = {"exact"} if arm.knowledge == "exact" else {"learning", "blind", "exact"}
     with httpx.Client(headers={"authorization": f"Bearer {admin_key}"}, timeout=2, trust_env=False) as http:
 
         def ready() -> bool:
-            answer = http.get(f"http://127.0.0.1:{port + 1}/admin/v1/replicas").raise_for_status().json()
-            usable = [each for each in answer["replicas"] if each["healthy"] and each["trust"] in trusts]
-            return len(usable) == shape.replicas
+            return all(is_ready(f"http://127.0.0.1:{each + 1}") for each in client_ports)
 
-        _wait(ready, (router, *fleet), f"does not see {shape.replicas} replicas that are ready")
-    return System(port, ports, router, fleet)
+        def is_ready(admin_url: str) -> bool:
+            answer = http.get(f"{admin_url}/admin/v1/replicas").raise_for_status().json()
+            usable = [each for each in answer["replicas"] if each["healthy"] and each["trust"] in trusts]
+            return len(usable) == shape.replicas and http.get(f"{admin_url}/ready").is_success
+
+        _wait(ready, (*routers, *fleet), f"does not see {shape.replicas} replicas that are ready")
+    return System(tuple(client_ports), ports, routers, fleet)
+
+
+def _gateway_command(arm: Ours, port: int, state: Path, replica_ports: Sequence[int]) -> list[str]:
+    command = [sys.executable, "-m", "gateway", "serve", "--open", "--port", str(port), "--admin-port", str(port + 1)]
+    command += ["--policy", arm.policy, "--state-dir", str(state), "--processes", str(arm.processes)]
+    return command if arm.knowledge == "exact" else [*command, "--replicas", ",".join(_urls(replica_ports))]
 
 
 def _start_peer(stack: contextlib.ExitStack, folder: Path, arm: Peer, shape: FleetShape, port: int) -> System:
@@ -132,7 +154,7 @@ def _start_peer(stack: contextlib.ExitStack, folder: Path, arm: Peer, shape: Fle
         command = arm.command(port, port + 2, _urls(ports))
         router = stack.enter_context(running_process(command, folder / "router.log"))
         _wait(router_ready, (router, *fleet), "answers no completion")
-    return System(port, ports, router, fleet)
+    return System((port,), ports, (router,), fleet)
 
 
 def _start_fleet(

@@ -84,6 +84,11 @@ class Breaker:
         self._closed_at = 0.0
         self._generation = 0
 
+    @property
+    def transitions(self) -> int:
+        """Changes of state so far."""
+        return self._generation
+
     def admits(self, now: float) -> bool:
         return self.state is _C or (self.state is _O and now >= self.until)
 

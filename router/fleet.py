@@ -150,6 +150,14 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     indexed: bool
     """Whether its events are followed; False for one whose cache is too large for the index."""
     accuracy: Accuracy
+    breaker_transitions: int = 0
+    """Changes of `breaker` so far."""
+    event_gaps: int = 0
+    """Of `router.trust.EventStream`, as the next two: frames that came after a gap,"""
+    event_snapshots: int = 0
+    """whole pictures taken,"""
+    event_restarts: int = 0
+    """and former lives of the replica."""
 
 
 class Replica:
@@ -326,9 +334,10 @@ class Replica:
         self._heavy -= reservation.is_heavy
         del self._prefilling[reservation]
         self.unanswered_tokens -= reservation.uncached_tokens
-        self._admit(reservation)
+        self.admit(reservation)
 
-    def _admit(self, reservation: Reservation) -> None:
+    def admit(self, reservation: Reservation) -> None:
+        """Its load frames count it from now on."""
         if not reservation.admitted:
             reservation.admitted = True
             self.unadmitted_tokens -= reservation.uncached_tokens
@@ -344,7 +353,7 @@ class Replica:
             admitted = frozenset(load.admitted)
             for reservation in self._prefilling:
                 if reservation.request_id in admitted:
-                    self._admit(reservation)
+                    self.admit(reservation)
 
     def lose_stream(self, now: float) -> None:
         """Its events stopped: our own promises count again, and the picture ages."""
@@ -408,4 +417,8 @@ class Replica:
             expected_blocks=self.holding.expected,
             indexed=self.indexed,
             accuracy=replace(self.accuracy),
+            breaker_transitions=self.breaker.transitions,
+            event_gaps=self.stream.gaps,
+            event_snapshots=self.stream.snapshots,
+            event_restarts=self.stream.restarts,
         )

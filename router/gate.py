@@ -145,9 +145,6 @@ class Gate:
             return None
         return self._try_place(asked, self._settings.max_wait_s, now, draw)
 
-    def would_wait(self, decision: Decision, now: float) -> bool:
-        return bool(self._queue) or self._router.is_saturated(decision, self._settings.max_wait_s, now)
-
     def wait(self, asked: Asked, since: float, now: float, draw: float) -> tuple[Entry[Asked], Entry[Asked] | None]:
         """Give it a place in the queue: the place, and whose place was lost by it, maybe its own. `since`: when it came first,
         from which its deadline counts.

@@ -23,7 +23,7 @@ still have one in hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -165,7 +165,13 @@ class Router:
         return self._known(replica_id).spec
 
     def replicas(self) -> list[ReplicaView]:
-        return [self._pools[replica.spec.model].view(replica) for replica in self._replicas.values()]
+        return list(self.each_replica())
+
+    def each_replica(self) -> Iterator[ReplicaView]:
+        """One after the other, for who must not compute for long: 4 us each. Those that leave meanwhile are left out."""
+        for replica in list(self._replicas.values()):
+            if self._replicas.get(replica.id) is replica:
+                yield self._pools[replica.spec.model].view(replica)
 
     def models(self) -> list[str]:
         return [model for model in self._pools if model]
@@ -305,8 +311,9 @@ class Router:
     def prefill_tok_s(self, model: str) -> float:
         """Of a usual replica of the model, as measured, else as set."""
         members = self._pools.get(model)
-        prior = self._settings.prefill_tok_s
-        return prior if members is None else members.usual_rate(prior)
+        replicas = tuple(members.replicas.values()) if members is not None else ()  # metrics are read in another thread
+        known = [replica.rate for replica in replicas if replica.rate is not None]
+        return sum(known) / len(known) if known else self._settings.prefill_tok_s
 
     def begin(self, decision: Decision, query: Query, request_id: str, now: float) -> Reservation:
         """The prompt is about to be sent: its work is promised and its blocks are expected there from now on.
@@ -341,6 +348,10 @@ class Router:
     def answered(self, reservation: Reservation, now: float) -> None:
         """Its first body byte came: its prefill is done. Raises `ReservationError` after `finish`."""
         reservation.replica.answered(reservation, now)
+
+    def admitted(self, reservation: Reservation) -> None:
+        """A load frame of its replica, taken in before its `begin`, counts it already."""
+        reservation.replica.admit(reservation)
 
     def finish(
         self,

@@ -63,6 +63,12 @@ class EventStream:
         self._epoch: str | None = None
         self._applied = 0
         self._published = 0
+        self.gaps = 0
+        """Frames that came while batches before them were missing,"""
+        self.snapshots = 0
+        """whole pictures that were taken to close such a gap, or to begin with,"""
+        self.restarts = 0
+        """and lives of the replica that ended, with all that was known of its cache."""
 
     @property
     def exact(self) -> bool:
@@ -83,28 +89,34 @@ class EventStream:
         # Backwards within an epoch is a restart as well: some replicas count from 0 again under their old name.
         restarted = epoch != self._epoch or seq < self._applied
         if restarted:
+            self.restarts += self._epoch is not None
             self._epoch, self._applied = epoch, 0
         self._published = seq
         return Step.RESTART if restarted else Step.APPLY
 
     def batch(self, seq: int) -> Step:
         if not self._open:
-            return Step.GAP
+            return self._gap()
         if seq <= self._applied:
             return Step.DUPLICATE
         self._published = max(self._published, seq)
         if seq > self._applied + 1:
-            return Step.GAP
+            return self._gap()
         self._applied = seq
         return Step.APPLY
 
     def load(self, seq: int) -> Step:
         """`seq` is the last batch before this frame; smaller than ours is normal just after a snapshot."""
         self._published = max(self._published, seq)
-        return Step.APPLY if self._open and seq <= self._applied else Step.GAP
+        return Step.APPLY if self._open and seq <= self._applied else self._gap()
+
+    def _gap(self) -> Step:
+        self.gaps += 1
+        return Step.GAP
 
     def snapshot(self, epoch: str, seq: int) -> None:
         """The whole picture, true for `seq`, replaces what was known. It opens no stream."""
+        self.snapshots += 1
         published = self._published if epoch == self._epoch else 0
         self._epoch, self._applied, self._published = epoch, seq, max(published, seq)
 

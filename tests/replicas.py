@@ -26,6 +26,7 @@ from workers.lifecycle import ServedApp
 from workers.server import ReplicaApp
 from workers.simulated import SimulatedRunner, TimeModel, engine_over, simulated_info
 from workers.tokenizer_files import load_tokenizer_files
+from workers.tracing import Tracer
 
 CREDENTIAL = "replica-credential"
 
@@ -59,6 +60,7 @@ async def running(
     *,
     port: int = 0,
     finish: Callable[[ReplicaApp], ServedApp] = lambda app: app,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[Replica]:
     """An engine behind its server; `finish` makes of its app what is served."""
     info = await engine.start()
@@ -72,6 +74,7 @@ async def running(
                 executor=executor,
                 credential=CREDENTIAL,
                 on_loopback=True,
+                tracer=tracer,
             )
             async with serving(finish(app), port=port) as url:
                 try:

@@ -16,6 +16,7 @@ import re
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -40,6 +41,7 @@ from workers.protocol import EngineInfo
 from workers.register import Registration
 from workers.server import ReplicaApp
 from workers.simulated_options import SimulatedOptions, simulated_options
+from workers.tracing import Tracer, otlp_tracer
 
 __all__ = ["main"]
 
@@ -85,12 +87,15 @@ class Options:
     grace: float
     cache: Path
     plan_only: bool
+    otlp_traces_endpoint: str | None
     simulated: SimulatedOptions
 
     def __post_init__(self) -> None:
         for url in (*self.gateway, *([self.advertise] if self.advertise else [])):
             if not _is_base_url(url):
                 raise click.UsageError(f"{url!r} is no URL; write http://host:port")
+        if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise click.UsageError("--otlp-traces-endpoint takes a URL; write http://host:4318/v1/traces")
         if self.gateway and not self.join_token:
             raise click.UsageError("--gateway needs --join-token (or WARMPATH_JOIN_TOKEN)")
         secrets_given = [("--credential", self.credential)]
@@ -207,6 +212,13 @@ Examples:
     "--grace", type=click.FloatRange(0, 600), default=2.0, show_default=True, help="Seconds for answers at the end."
 )
 @_cache_option
+@click.option(
+    "--otlp-traces-endpoint",
+    envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    show_envvar=True,
+    metavar="URL",
+    help="Where spans are sent (OTLP over HTTP), as http://host:4318/v1/traces, of requests whose sender records them.",
+)
 @click.option("--plan-only", is_flag=True, help="Say what memory it would take, and end.")
 @simulated_options
 def _serve_command(**values: Any) -> None:
@@ -265,6 +277,7 @@ async def _run(options: Options, kit: _Kit) -> bool:
         socks = [stack.enter_context(_bind(options, number)) for number in range(len(engines))]
         stop = stack.enter_context(stop_signals())
         executor = stack.enter_context(ThreadPoolExecutor(ENCODER_THREADS))
+        tracer = _tracer(options)
         try:
             infos = await _start(engines, stop)
             if infos is None:
@@ -286,6 +299,7 @@ async def _run(options: Options, kit: _Kit) -> bool:
                     executor=executor,
                     credential=options.credential,
                     on_loopback=is_loopback(sock),
+                    tracer=tracer,
                 )
                 for engine, info, sock in zip(engines, infos, socks, strict=True)
             ]
@@ -304,6 +318,14 @@ async def _run(options: Options, kit: _Kit) -> bool:
         finally:
             for engine in engines:
                 await engine.stop()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
+
+
+def _tracer(options: Options) -> Tracer | None:
+    if options.otlp_traces_endpoint is None:
+        return None
+    return otlp_tracer(options.otlp_traces_endpoint, unix_offset=lambda: time.time() - time.monotonic())
 
 
 async def _serve(

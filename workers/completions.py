@@ -18,17 +18,20 @@ from typing import Final
 import msgspec
 from starlette.types import Receive
 
+from router.trace_context import TraceContext
 from router.wire import unpack_ids
 from workers.api_error import ApiError
 from workers.asgi import Reply, WhileConnected
 from workers.client import EngineBusy, EngineClient, EngineDead, Generation
 from workers.encoder import Encoder
+from workers.life import Life
 from workers.metrics import WorkerMetrics
 from workers.openai import GenerationRequest
 from workers.prepare import PreparedAnswer, PreparedChoice, Preparer
 from workers.protocol import EngineInfo, Output, Submit
 from workers.shapes import Opening, Shape
 from workers.submission import check_model
+from workers.tracing import Tracer
 from workers.writers import AnswerWriter, StreamWriter, WholeWriter
 
 __all__ = ["Completions"]
@@ -39,17 +42,30 @@ _NOTHING_WANTED: Final = Output(rid=0, ids=[], finish_reason="length")
 class Completions:
     """Answers chat and text completions."""
 
-    def __init__(self, *, engine: EngineClient, info: EngineInfo, encoder: Encoder, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self,
+        *,
+        engine: EngineClient,
+        info: EngineInfo,
+        encoder: Encoder,
+        metrics: WorkerMetrics,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._engine = engine
         self._info = info
         self._encoder = encoder
         self._metrics = metrics
+        self._tracer = tracer
         self._preparer = Preparer(info, encoder)
         self.num_open = 0
         """Sequences that the engine has to do with, as far as we know."""
 
-    async def answer(self, request: GenerationRequest, reply: Reply, receive: Receive) -> None:
-        """Raises `ApiError` as long as the answer has not begun, and `workers.asgi.ClientGone`."""
+    async def answer(
+        self, request: GenerationRequest, reply: Reply, receive: Receive, parent: TraceContext | None = None
+    ) -> None:
+        """Raises `ApiError` as long as the answer has not begun, and `workers.asgi.ClientGone`. `parent`: the sender's span,
+        where its trace is recorded.
+        """
         check_model(request.model, self._info)
         answer = await self._preparer.prepare(request, reply.request_id)
         writer = self._writer(request, reply, answer)
@@ -65,7 +81,7 @@ class Completions:
                     generations = [
                         await stack.enter_async_context(self._submit(each.prepared.submit)) for each in going
                     ]
-                    await _run_all([self._follow(*pair) for pair in zip(going, generations, strict=True)])
+                    await _run_all([self._follow(*pair, parent) for pair in zip(going, generations, strict=True)])
             except ApiError as error:
                 await writer.fail(error)
             else:
@@ -109,9 +125,10 @@ class Completions:
         except EngineDead as error:
             raise ApiError(503, "engine_dead", str(error)) from error
 
-    async def _follow(self, telling: _Telling, generation: Generation) -> None:
+    async def _follow(self, telling: _Telling, generation: Generation, parent: TraceContext | None) -> None:
         """One choice from its submission to its end."""
         began = last = time.monotonic()
+        prefill_at = first_at = None
         latency = self._metrics.time_to_first_token
         ending = "abort"
         self.num_open += 1
@@ -123,6 +140,8 @@ class Completions:
                         raise self._failure(output)
                     now = time.monotonic()
                     latency.observe(now - last)
+                    if first_at is None:
+                        first_at, prefill_at = now, max(began, now - (output.prefill_s or 0.0))
                     last, latency = now, self._metrics.inter_token_latency
                     await telling.tell(output)
                     if (end := telling.prepared.choice.end) is not None:
@@ -130,7 +149,23 @@ class Completions:
                         return
         finally:
             self.num_open -= 1
-            self._metrics.finished(ending, time.monotonic() - began)
+            choice = telling.prepared.choice
+            life = Life(
+                request_id=telling.prepared.submit.request_id,
+                model=self._info.model,
+                choice=choice.index,
+                submitted_at=began,
+                prefill_at=prefill_at,
+                first_at=first_at,
+                ended_at=time.monotonic(),
+                ending=ending,
+                prompt_tokens=generation.prompt_tokens,
+                cached_tokens=choice.cached_tokens,
+                generated_tokens=choice.num_tokens,
+            )
+            self._metrics.finished(life)
+            if parent is not None and self._tracer is not None:
+                self._tracer.tell(life, parent)
 
     def _failure(self, output: Output) -> ApiError:
         if output.finish_reason == "rejected":

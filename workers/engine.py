@@ -209,6 +209,8 @@ class Engine:
         self._rates.observe(prefill_tokens, self._last_step - started)
         for piece, result in zip(slices, results, strict=True):
             seq = piece.seq
+            if seq.began_at is None:
+                seq.began_at = started
             if result.prompt_logprobs:  # a preempted one computes again what it has
                 seq.prompt_logprobs += result.prompt_logprobs[len(seq.prompt_logprobs) - seq.num_computed :]
             self._scheduler.advance(piece)
@@ -288,6 +290,7 @@ class Engine:
                 logprobs=[result.logprob] if result.logprob is not None else [],
                 prompt_logprobs=seq.prompt_logprobs if is_first else [],
                 cached_tokens=seq.cached_tokens or 0,
+                prefill_s=self._last_step - seq.began_at if is_first and seq.began_at is not None else None,
                 finish_reason=reason,
             )
         )

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from workers.life import Life
 from workers.protocol import EngineInfo, StepReport
 
 __all__ = ["CONTENT_TYPE", "Histogram", "WorkerMetrics"]
@@ -67,15 +68,22 @@ class WorkerMetrics(Collector):
         self.last_report = report
         self.time_to_first_token = Histogram(_TTFT_BOUNDS)
         self.inter_token_latency = Histogram(_GAP_BOUNDS)
-        self.request_latency = Histogram(_REQUEST_BOUNDS)
+        self._request_latency = Histogram(_REQUEST_BOUNDS)
+        self._queue_time = Histogram(_REQUEST_BOUNDS)
+        self._prefill_time = Histogram(_REQUEST_BOUNDS)
+        self._decode_time = Histogram(_REQUEST_BOUNDS)
         self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def finished(self, reason: str, elapsed_s: float) -> None:
-        """One choice has ended: ``stop``, ``length``, ``abort`` (the client left) or ``error``."""
-        self._finished[reason] += 1
-        self.request_latency.observe(elapsed_s)
+    def finished(self, life: Life) -> None:
+        """One choice has ended."""
+        self._finished[life.ending] += 1
+        self._request_latency.observe(life.ended_at - life.submitted_at)
+        if life.prefill_at is not None and life.first_at is not None:
+            self._queue_time.observe(life.prefill_at - life.submitted_at)
+            self._prefill_time.observe(life.first_at - life.prefill_at)
+            self._decode_time.observe(life.ended_at - life.first_at)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -98,7 +106,10 @@ class WorkerMetrics(Collector):
         yield success
         yield self._histogram("time_to_first_token_seconds", "Time to first token.", self.time_to_first_token)
         yield self._histogram("inter_token_latency_seconds", "Time between tokens.", self.inter_token_latency)
-        yield self._histogram("e2e_request_latency_seconds", "Time of a whole request.", self.request_latency)
+        yield self._histogram("e2e_request_latency_seconds", "Time of a whole request.", self._request_latency)
+        yield self._histogram("request_queue_time_seconds", "Time before its first step.", self._queue_time)
+        yield self._histogram("request_prefill_time_seconds", "From there to the first token.", self._prefill_time)
+        yield self._histogram("request_decode_time_seconds", "From there to the end.", self._decode_time)
         yield self._cache_config()
 
     def _cache_config(self) -> Metric:

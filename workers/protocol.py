@@ -146,6 +146,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """With the first output where the request asked for them: one for each prompt token but the first."""
     cached_tokens: int = 0
     """Prompt tokens served from the prefix cache at first admission."""
+    prefill_s: float | None = None
+    """With the first output: from the first step that ran some of it to the end of the one that gave this."""
     finish_reason: FinishReason | None = None
     message: str = ""
     """For people, with ``rejected`` and ``error``."""

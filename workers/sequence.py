@@ -62,6 +62,8 @@ class Seq:
 
     grammar: GrammarState | None = None
     """Stands behind the last id, and is kept over preemptions."""
+    began_at: float | None = None
+    """When the first step that ran some of it began, on the engine's clock."""
     told: bool = False
     """It has had its first output."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

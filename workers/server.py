@@ -41,6 +41,7 @@ from workers.protocol import EngineInfo, StepReport
 from workers.publisher import Listener, Publisher
 from workers.shapes import model_card, model_list
 from workers.submission import check_model, check_vocabulary, context_length
+from workers.tracing import Tracer, sampled_parent
 
 __all__ = ["ReplicaApp", "new_request_id"]
 
@@ -84,6 +85,7 @@ class ReplicaApp:
         executor: Executor,
         credential: str,
         on_loopback: bool,
+        tracer: Tracer | None = None,
     ) -> None:
         self.epoch = secrets.token_hex(8)
         """Names this life of the replica; another one has another cache."""
@@ -93,7 +95,9 @@ class ReplicaApp:
         self._access = Access(credential, on_loopback=on_loopback)
         self._encoder = Encoder(prompter, executor)
         self._metrics = WorkerMetrics(info, _NOTHING_YET)
-        self._completions = Completions(engine=engine, info=info, encoder=self._encoder, metrics=self._metrics)
+        self._completions = Completions(
+            engine=engine, info=info, encoder=self._encoder, metrics=self._metrics, tracer=tracer
+        )
         self._publisher = Publisher(self._hello, _NOTHING_YET, lambda: self.find_fault() is None)
         self._tokenizer_json = msgspec.json.encode({**msgspec.to_builtins(files), "digest": prompter.digest})
         self._generating: dict[str, Callable[[bytes], GenerationRequest]] = {
@@ -162,7 +166,7 @@ class ReplicaApp:
                 if not is_gateway:
                     raise ApiError(400, "unknown_parameter", "Unknown parameter: 'warmpath'.", param="warmpath")
                 reply.request_id = request.field.request_id or reply.request_id
-            await self._completions.answer(request, reply, receive)
+            await self._completions.answer(request, reply, receive, sampled_parent(scope))
         except ApiError as error:
             await reply.error(error)
         except ClientGone:

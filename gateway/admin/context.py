@@ -6,16 +6,25 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.admin.addresses import AllowList, Resolve
-from gateway.admin.registry import (
-    Registry,
-)
-from gateway.dispatch import Record
+from gateway.admin.bodies import DecisionBody
+from gateway.admin.registry import Registry
 from gateway.keys import KeyStore
 from gateway.settings import Settings
-from gateway.telemetry import Telemetry
-from router import Decision, GateView, Router
+from router import Decision, ReplicaView, Router
 
-__all__ = ["AdminContext"]
+__all__ = ["AdminContext", "Insight"]
+
+
+@dataclass(frozen=True, slots=True)
+class Insight:
+    """What there is to see of clients' requests, in this process or in all those behind it."""
+
+    metrics: Callable[[Sequence[ReplicaView]], Awaitable[bytes]]
+    """In Prometheus's text format, with these replicas."""
+    decisions: Callable[[], Awaitable[Sequence[DecisionBody]]]
+    """The requests that ended last, the oldest first."""
+    unready: Callable[[], str | None]
+    """Why the gateway should get no requests now; None when it should."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,19 +35,11 @@ class AdminContext:
     keys: KeyStore
     router: Router
     registry: Registry
-    telemetry: Telemetry
+    insight: Insight
     resolve: Resolve
     explain: Callable[[bytes, str | None], Awaitable[tuple[Decision, bool]]]
     """Decide for the body of a request, in a sharing group or the default one, and send nothing; also whether it would have to
     wait before. Raises `ApiError`."""
-    decisions: Callable[[], Sequence[Record]]
-    """The requests that ended last."""
-    in_flight: Callable[[], int]
-    """Requests being answered."""
-    queues: Callable[[], Sequence[GateView]]
-    """What waits before each model's replicas."""
-    unready: Callable[[], str | None]
-    """Why the gateway should get no requests now; None when it should."""
     clock: Callable[[], float]
     """Monotonic seconds."""
     wall_clock: Callable[[], float]

@@ -13,15 +13,19 @@ from gateway.admin.bodies import (
     DecisionList,
     ExplanationBody,
     State,
-    decision_body,
     explanation_body,
 )
 from gateway.admin.context import AdminContext
 from gateway.admin.rest import Call, Endpoint, Needs
 from gateway.api_error import ApiError
 from gateway.telemetry import CONTENT_TYPE
+from router import ReplicaView
 
 __all__ = ["INSIGHT_ENDPOINTS"]
+
+
+_REPLICAS_A_TURN: Final = 128
+"""Half a millisecond."""
 
 
 async def _explain(context: AdminContext, call: Call) -> ExplanationBody:
@@ -30,14 +34,7 @@ async def _explain(context: AdminContext, call: Call) -> ExplanationBody:
 
 
 async def _decisions(context: AdminContext, call: Call) -> DecisionList:
-    offset = context.unix_offset
-    return DecisionList(
-        [
-            decision_body(record, record.decision, offset)
-            for record in context.decisions()
-            if record.decision is not None
-        ]
-    )
+    return DecisionList(list(await context.insight.decisions()))
 
 
 async def _config(context: AdminContext, call: Call) -> dict[str, Any]:
@@ -49,15 +46,18 @@ async def _health(context: AdminContext, call: Call) -> State:
 
 
 async def _ready(context: AdminContext, call: Call) -> State:
-    if (reason := context.unready()) is not None:
+    if (reason := context.insight.unready()) is not None:
         raise ApiError(503, "not_ready", reason, retry_after_s=1.0)
     return State("ready")
 
 
 async def _metrics(context: AdminContext, call: Call) -> Response:
-    replicas, in_flight, queues = context.router.replicas(), context.in_flight(), context.queues()
-    text = await asyncio.to_thread(context.telemetry.render, replicas, in_flight, queues)
-    return Response(text, headers={"content-type": CONTENT_TYPE})
+    replicas: list[ReplicaView] = []
+    for replica in context.router.each_replica():
+        replicas.append(replica)
+        if len(replicas) % _REPLICAS_A_TURN == 0:
+            await asyncio.sleep(0)
+    return Response(await context.insight.metrics(replicas), headers={"content-type": CONTENT_TYPE})
 
 
 INSIGHT_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (

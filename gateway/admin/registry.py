@@ -169,6 +169,10 @@ class Registry:
         """None for a static replica."""
         return self._entry(replica_id).lease
 
+    def is_live(self, replica_id: str) -> bool:
+        """Static, or with a lease that was not seen to end."""
+        return self._entry(replica_id).live
+
     def drain_of(self, replica_id: str) -> Drain | None:
         return self._entry(replica_id).drain
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import click
 import uvloop
 
-from gateway.app import run_gateway
+from gateway.app import run
 from gateway.keys import KeyStoreError
+from gateway.serving import configure_logging
 from gateway.settings import SettingsError, load_settings, redacted
 
 __all__ = ["serve"]
@@ -38,6 +38,7 @@ Settings: flags win over WARMPATH_* variables (WARMPATH_SERVER__PORT=9000), thos
 @click.option(
     "--state-dir", type=click.Path(file_okay=False, path_type=Path), help="Keys and secrets.  [default: .warmpath]"
 )
+@click.option("--processes", type=click.IntRange(1, 64), help="That share the port, each on a core.  [default: 1]")
 @click.option("--replicas", help="URLs of OpenAI-compatible servers, separated by commas.")
 @click.option("--open", "is_open", is_flag=True, default=None, help="No keys; only on a loopback address.")
 @click.option("--policy", help="How replicas are chosen: cost, or one to compare with.  [default: cost]")
@@ -55,17 +56,16 @@ def serve(config: Path | None, log_level: str, print_config: bool, **flags: Any)
     if print_config:
         click.echo(redacted(settings), nl=False)
         return
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it tells at length how it starts and stops
+    configure_logging(log_level, settings.log.format)
     try:
-        uvloop.run(run_gateway(settings))
+        uvloop.run(run(settings, log_level))
     except (OSError, KeyStoreError) as error:
         raise click.ClickException(f"cannot start: {error}") from error
 
 
 def _nested(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags that were given, at their places in the settings."""
-    server = {"host": flags["host"], "port": flags["port"], "open": flags["is_open"]}
+    server = {"host": flags["host"], "port": flags["port"], "open": flags["is_open"], "processes": flags["processes"]}
     replicas = flags["replicas"]
     found: dict[str, Any] = {
         "server": {name: value for name, value in server.items() if value is not None},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Final, cast
 
@@ -19,6 +19,7 @@ from gateway.api_error import ApiError
 
 __all__ = [
     "DISCONNECT_EXTENSION",
+    "WRITE_EXTENSION",
     "ClientGone",
     "Reply",
     "error_headers",
@@ -33,6 +34,9 @@ Header = tuple[bytes, bytes]
 
 DISCONNECT_EXTENSION: Final = "warmpath.disconnect"
 """In ``scope["extensions"]`` of our own listener: takes what to call when the client leaves, None to forget it."""
+
+WRITE_EXTENSION: Final = "warmpath.write"
+"""The same: takes a piece of a begun answer and writes it at once. False when the client must be waited for, or has left."""
 
 _SANE_ID: Final = re.compile(rb"[A-Za-z0-9_-]{1,128}")
 _JSON: Final = (b"content-type", b"application/json")
@@ -134,8 +138,11 @@ class while_connected:  # noqa: N801
 class Reply:
     """The one answer to a request: start, chunks, end; or one error. Remembers how far it got."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, write: Callable[[bytes], bool] | None = None) -> None:
+        """`write`: see `WRITE_EXTENSION`; None where the server has none."""
         self._send = send
+        self.try_chunk = write if write is not None else _cannot_write
+        """Send a piece without waiting; False when that cannot be, and nothing was sent."""
         self.request_id = request_id
         self.headers: list[Header] = []
         """Of the answer, whatever it will be."""
@@ -167,6 +174,10 @@ class Reply:
 
     async def error(self, error: ApiError, headers: Iterable[Header] = ()) -> None:
         await self.json(error.status, error.body(), [*error_headers(error), *headers])
+
+
+def _cannot_write(data: bytes) -> bool:
+    return False
 
 
 def error_headers(error: ApiError) -> list[Header]:

@@ -117,6 +117,7 @@ class Connection(asyncio.Protocol):
         self._stage = _Stage.HEAD
         self._since = self.loop.time()
         self._read_paused = False
+        self.write_paused = False
         self._writable = asyncio.Event()
         self._writable.set()
         self._written_bytes = 0
@@ -155,16 +156,18 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._hub.closed(self)
         self._server_state.connections.discard(self)
-        self._writable.set()
+        self.resume_writing()
         for cycle in (self._current, *self._pipelined):
             if cycle is not None:
                 cycle.disconnect()
         self._pipelined.clear()
 
     def pause_writing(self) -> None:
+        self.write_paused = True
         self._writable.clear()
 
     def resume_writing(self) -> None:
+        self.write_paused = False
         self._writable.set()
 
     # --- called by uvicorn
@@ -357,10 +360,6 @@ class Connection(asyncio.Protocol):
         self._since = self.loop.time()
 
     # --- called by the cycle
-
-    @property
-    def write_paused(self) -> bool:
-        return not self._writable.is_set()
 
     def write(self, data: bytes) -> None:
         self._written_bytes += len(data)

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from gateway.api_error import ApiError
-from gateway.server.asgi import DISCONNECT_EXTENSION
+from gateway.server.asgi import DISCONNECT_EXTENSION, WRITE_EXTENSION
 
 __all__ = ["HIGH_WATER_BYTES", "Carrier", "Cycle", "encode_error"]
 
@@ -97,7 +97,7 @@ class Cycle:
         self._answered = False
         self._chunked = False
         self._left: int | None = None
-        scope["extensions"] = {DISCONNECT_EXTENSION: self.watch}
+        scope["extensions"] = {DISCONNECT_EXTENSION: self.watch, WRITE_EXTENSION: self.try_write}
 
     # --- called by the connection
 
@@ -192,6 +192,16 @@ class Cycle:
             self._start(message)
         else:
             self._write_body(message.get("body", b""), more=message.get("more_body", False))
+
+    def try_write(self, data: bytes) -> bool:
+        """A piece of the body, now; False, and nothing is written, when the client is behind or gone."""
+        if self.gone or self._carrier.write_paused:
+            return False
+        if self._chunked and data and not self._answered:  # nearly always: the head is out, and no length is kept
+            self._carrier.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self._write_body(data, more=True)
+        return True
 
     def _start(self, message: Message) -> None:
         if self._head is not None:

@@ -18,7 +18,7 @@ What must hold: after any of them, and after a cancellation, the connection is c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal, Protocol, cast
 from urllib.parse import urlsplit
@@ -129,6 +129,11 @@ class UpstreamResponse(Protocol):
 
     async def read_chunk(self) -> bytes | None:
         """The bytes that have arrived, at least one, else the next that arrive; None at the body's complete end."""
+
+    async def forward(self, take: Callable[[bytes], bool]) -> None:
+        """Give `take` each piece of the body as it comes, until it returns False or the body is over; what it raises comes out
+        here. A transport may call it inside the callback that brought the piece, so that no task wakes up for it.
+        """
 
     async def read(self, limit: int) -> bytes:
         """The rest of the body. Raises `ProtocolViolation` when it is longer than `limit` bytes."""

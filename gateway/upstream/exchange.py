@@ -15,6 +15,7 @@ What must hold:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -94,6 +95,7 @@ class Exchange:
         self._buffered_bytes = 0
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Callable[[bytes], bool] | None = None
         self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -120,13 +122,23 @@ class Exchange:
             if self._ended:
                 return None
             await self._wait()
-        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        chunks.clear()
-        self._buffered_bytes = 0
-        if self._paused and self._carrier is not None:
-            self._paused = False
-            self._carrier.resume_reading()
-        return data
+        return self._drain()
+
+    async def forward(self, take: Callable[[bytes], bool]) -> None:
+        self._take = take
+        try:
+            while self._take is not None:
+                if self._chunks:
+                    if not take(self._drain()):
+                        return
+                elif self._failure is not None:
+                    raise self._failure
+                elif self._ended:
+                    return
+                else:
+                    await self._wait()  # meanwhile `_push` hands over, and forgets `take` when it wants no more
+        finally:
+            self._take = None
 
     async def read(self, limit: int) -> bytes:
         parts: list[bytes] = []
@@ -141,6 +153,17 @@ class Exchange:
 
     async def aclose(self) -> None:
         self._drop()
+
+    def _drain(self) -> bytes:
+        """What has arrived and was not read, at least one byte."""
+        chunks = self._chunks
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        self._buffered_bytes = 0
+        if self._paused and self._carrier is not None:
+            self._paused = False
+            self._carrier.resume_reading()
+        return data
 
     async def _wait(self) -> None:
         """Until there is something new; at the deadline that is a failure."""
@@ -198,12 +221,26 @@ class Exchange:
             self._finish()
         elif self._framing_bytes > _MAX_FRAMING_BYTES:
             self.fail(ProtocolViolation("the answer has too many bytes that are not of its body"))
-        elif self._buffered_bytes > HIGH_WATER_BYTES and not self._paused:
-            assert self._carrier is not None
+        if self._take is not None and self._chunks and self._waiter is not None and not self._waiter.done():
+            self._push(self._take, self._waiter)
+        elif self._has_head:
+            self._wake()
+        if self._buffered_bytes > HIGH_WATER_BYTES and not self._paused and self._carrier is not None:
             self._paused = True
             self._carrier.pause_reading()
-        if self._has_head:
+
+    def _push(self, take: Callable[[bytes], bool], waiter: asyncio.Future[None]) -> None:
+        """The reader waits in `forward`: give it what has arrived. It wakes up only when nothing more is to come."""
+        try:
+            if not take(self._drain()):
+                self._take = None
+        except Exception as error:
+            waiter.set_exception(error)
+            return
+        if self._take is None or self._ended:
             self._wake()
+        else:
+            self._deadline = self._loop.time() + self._timeouts.idle_s
 
     def feed_eof(self) -> None:
         """The replica closed its side, which is how an answer without framing ends."""

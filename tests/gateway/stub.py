@@ -211,6 +211,7 @@ async def gateway(state_dir: Path, *replicas: StubReplica, **settings: Any) -> A
     values: dict[str, Any] = {
         "state_dir": state_dir,
         "replicas": [{"url": replica.url} for replica in replicas],
+        "log": {"access": "off"},
         **settings,
     }
     built = build_gateway(Settings.model_validate(values))

@@ -65,7 +65,7 @@ async def saturated(folder: Path, **admission: Any) -> AsyncIterator[tuple[Runni
 
 
 async def nothing_is_left(running: Running) -> None:
-    await eventually(lambda: len(running.gateway.admission) == 0)
+    await eventually(lambda: len(running.gateway.data.admission) == 0)
     replicas = (await running.admin.get("/admin/v1/replicas")).json()["replicas"]
     assert [(replica["inflight"], replica["promised_tokens"]) for replica in replicas] == [(0, 0)] * len(replicas)
 
@@ -82,7 +82,7 @@ async def ask(running: Running, key: str, content: str, **headers: str) -> httpx
 
 
 async def queued(running: Running, count: int) -> None:
-    await eventually(lambda: len(running.gateway.admission) == count)
+    await eventually(lambda: len(running.gateway.data.admission) == count)
 
 
 async def test_a_tenant_that_floods_does_not_make_another_wait_for_all_of_it(tmp_path: Path) -> None:

@@ -350,17 +350,18 @@ async def test_a_key_with_a_limit_is_told_where_it_stands(tmp_path: Path) -> Non
             await post(running, "/v1/chat/completions"),
             await running.chat("x", stream=True),
         ]
-        answers.append(await running.chat())
+        answers += [await running.chat() for _ in range(3)]
         _, running.key = running.gateway.keys.create("client", name="free")
         free = await running.chat()
 
-    assert [answer.status_code for answer in answers] == [200, 400, 502, 429]
-    for answer, remaining in zip(answers, (2, 1, 0, 0), strict=True):
+    assert [answer.status_code for answer in answers] == [200, 400, 502, 200, 200, 429]
+    del answers[1]  # was refused before it counted, as nothing that went wrong does for long
+    for answer, remaining in zip(answers, (2, 1, 1, 0, 0), strict=True):
         assert answer.headers["x-ratelimit-limit-requests"] == "3"
         assert answer.headers["x-ratelimit-remaining-requests"] == str(remaining)
-        assert re.fullmatch(r"1m0s|\d+s", answer.headers["x-ratelimit-reset-requests"])
-    assert 1 <= float(answers[3].headers["retry-after"]) <= 60
-    assert int(answers[3].headers["retry-after-ms"]) <= 60_000
+        assert re.fullmatch(r"1m[01]s|\d+s", answer.headers["x-ratelimit-reset-requests"])
+    assert 1 <= float(answers[-1].headers["retry-after"]) <= 61
+    assert int(answers[-1].headers["retry-after-ms"]) <= 60_500
     assert not [name for name in free.headers if name.startswith("x-ratelimit")]
 
 

@@ -1,7 +1,7 @@
 import asyncio
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -272,6 +272,112 @@ async def test_a_waiting_reader_gets_each_piece_as_it_comes() -> None:
         assert await reading == piece
 
     assert await exchange.read_chunk() is None
+
+
+# --- forwarding
+
+
+def keeping(taken: list[bytes], *, more: bool = True) -> Callable[[bytes], bool]:
+    """A receiver of pieces that keeps them and says whether it wants more."""
+
+    def take(piece: bytes) -> bool:
+        taken.append(piece)
+        return more
+
+    return take
+
+
+async def test_pieces_are_forwarded_inside_the_call_that_brought_them() -> None:
+    exchange, carrier = start()
+    exchange.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\na")
+    taken: list[bytes] = []
+    forwarding = asyncio.ensure_future(exchange.forward(keeping(taken)))
+    await asyncio.sleep(0)
+    assert taken == [b"a"]
+
+    for piece in (b"b", b"c", b"d"):
+        exchange.feed(piece)
+        assert taken[-1] == piece
+
+    await forwarding
+    assert carrier.ended == ["reusable"]
+
+
+async def test_forwarding_stops_when_no_more_is_wanted_and_goes_on_where_it_stopped() -> None:
+    exchange, _ = start()
+    exchange.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n")
+    taken: list[bytes] = []
+    forwarding = asyncio.ensure_future(exchange.forward(keeping(taken, more=False)))
+    await asyncio.sleep(0)
+
+    exchange.feed(b"a")
+    exchange.feed(b"b")
+    assert taken == [b"a"]
+    await forwarding
+    exchange.feed(b"c")
+    await exchange.forward(keeping(taken))
+
+    assert taken == [b"a", b"bc"]
+
+
+async def test_a_fault_comes_out_of_forwarding_after_what_came_before_it() -> None:
+    exchange, carrier = start()
+    exchange.feed(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    taken: list[bytes] = []
+    forwarding = asyncio.ensure_future(exchange.forward(keeping(taken)))
+    await asyncio.sleep(0)
+
+    exchange.feed(b"2\r\nok\r\nnonsense")
+
+    with pytest.raises(ProtocolViolation):
+        await forwarding
+    assert (taken, carrier.ended) == ([b"ok"], ["closed"])
+
+
+async def test_what_the_receiver_of_pieces_raises_comes_out_of_forwarding() -> None:
+    exchange, _ = start()
+    exchange.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n")
+
+    def refuse(piece: bytes) -> bool:
+        raise ProtocolViolation(f"{piece!r} is nothing")
+
+    forwarding = asyncio.ensure_future(exchange.forward(refuse))
+    await asyncio.sleep(0)
+    exchange.feed(b"a")
+
+    with pytest.raises(ProtocolViolation, match="nothing"):
+        await forwarding
+
+
+async def test_each_forwarded_piece_ends_the_silence() -> None:
+    exchange, carrier = start(idle_s=0.2)
+    exchange.feed(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+    forwarding = asyncio.ensure_future(exchange.forward(lambda piece: True))
+    began = time.monotonic()
+
+    while time.monotonic() < began + 0.3:
+        await asyncio.sleep(0.01)
+        exchange.feed(b"1\r\na\r\n")
+    assert not forwarding.done()
+
+    with pytest.raises(UpstreamTimeout):
+        await forwarding
+    assert carrier.ended == ["closed"]
+
+
+async def test_a_cancelled_forwarding_closes_the_connection() -> None:
+    exchange, carrier = start()
+    exchange.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n")
+    taken: list[bytes] = []
+    forwarding = asyncio.ensure_future(exchange.forward(keeping(taken)))
+    await asyncio.sleep(0)
+
+    forwarding.cancel()
+    exchange.feed(b"a")  # before the task has seen it
+    with pytest.raises(asyncio.CancelledError):
+        await forwarding
+
+    assert (taken, carrier.ended) == ([], ["closed"])
 
 
 # --- limits

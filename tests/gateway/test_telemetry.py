@@ -1,5 +1,7 @@
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -7,9 +9,32 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.dispatch import Record
 from gateway.openai import Usage, parse_usage
-from gateway.telemetry import GapHistogram, Telemetry
+from gateway.telemetry import GapHistogram, Telemetry, render
 from router import BlockName, Decision, Outcome, Query, Router
-from router.wire import Hello, Load, ReplicaSpec
+from router.wire import Batch, Hello, Load, ReplicaSpec
+from tests.gateway.stub import gateway, says, stub
+
+HELLO = Hello(
+    epoch="e",
+    seq=0,
+    model="m",
+    block_size=16,
+    tokenizer_digest="t",
+    numerics="n",
+    capacity_blocks=500,
+    max_num_seqs=8,
+    started_at=0.0,
+)
+LOAD = Load(
+    seq=0,
+    ts=0.0,
+    waiting=3,
+    waiting_uncached_tokens=900,
+    running=2,
+    kv_used_blocks=40,
+    prefill_tok_s=1234.0,
+    step_ms=5.0,
+)
 
 
 @pytest.fixture
@@ -44,7 +69,7 @@ def record(**changes: object) -> Record:
 
 
 def samples(telemetry: Telemetry, router: Router | None = None, in_flight: int = 0) -> dict[str, float]:
-    text = telemetry.render(router.replicas() if router else [], in_flight).decode()
+    text = render(telemetry.families(in_flight), router.replicas() if router else [], now=100.0).decode()
     return {
         sample.name + "".join(f"|{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -88,7 +113,7 @@ def test_a_prediction_nobody_confirms_is_not_counted_as_wrong(telemetry: Telemet
 
 def test_a_refused_request_reaches_no_model(telemetry: Telemetry) -> None:
     telemetry.finished(record(status=401, error_code="invalid_api_key"))
-    telemetry.finished(record(status=429, error_code="rate_limit_exceeded"))
+    telemetry.finished(record(status=429, error_code="rate_limit_exceeded", limit="requests"))
 
     seen = samples(telemetry)
 
@@ -128,29 +153,8 @@ def test_the_hand_made_histogram_is_one_that_the_library_accepts() -> None:
 
 def test_replicas_are_shown_as_they_are_now(telemetry: Telemetry) -> None:
     router = a_router()
-    hello = Hello(
-        epoch="e",
-        seq=0,
-        model="m",
-        block_size=16,
-        tokenizer_digest="t",
-        numerics="n",
-        capacity_blocks=500,
-        max_num_seqs=8,
-        started_at=0.0,
-    )
-    load = Load(
-        seq=0,
-        ts=0.0,
-        waiting=3,
-        waiting_uncached_tokens=900,
-        running=2,
-        kv_used_blocks=40,
-        prefill_tok_s=1234.0,
-        step_ms=5.0,
-    )
-    router.apply("w1", hello, now=1.0)
-    router.apply("w1", load, now=1.0)
+    router.apply("w1", HELLO, now=1.0)
+    router.apply("w1", LOAD, now=1.0)
     router.patch("w1", cordoned=True)
 
     seen = samples(telemetry, router, in_flight=7)
@@ -260,7 +264,7 @@ def test_two_gateways_in_one_process_count_apart() -> None:
 
 
 def names(telemetry: Telemetry) -> Iterator[str]:
-    for line in telemetry.render(a_router().replicas(), 0).decode().splitlines():
+    for line in render(telemetry.families(0), a_router().replicas(), 100.0).decode().splitlines():
         if line.startswith("# TYPE "):
             yield line.split()[2]
 
@@ -280,7 +284,7 @@ def test_a_model_or_replica_name_cannot_break_the_format(telemetry: Telemetry) -
 
 
 def test_no_credential_is_shown(telemetry: Telemetry) -> None:
-    assert b"s3cret" not in telemetry.render(a_router().replicas(), 0)
+    assert b"s3cret" not in render(telemetry.families(0), a_router().replicas(), 100.0)
 
 
 def test_the_routers_reasons_are_a_fixed_set(telemetry: Telemetry) -> None:
@@ -290,3 +294,69 @@ def test_the_routers_reasons_are_a_fixed_set(telemetry: Telemetry) -> None:
 
     assert isinstance(found, Decision)
     assert re.fullmatch(r"[a-z_]+", found.reason)
+
+
+def test_breakers_event_streams_and_their_age_are_shown() -> None:
+    router = a_router()
+    query = Query(model="m", names=[], num_tokens=10)
+    router.apply("w1", HELLO, now=90.0)
+    router.apply("w1", LOAD, now=98.5)
+    router.apply("w1", Batch(seq=5, ts=0.0), now=98.5)
+    for _ in range(5):
+        found = router.route(query, now=98.0, draw=0.0)
+        assert isinstance(found, Decision)
+        router.finish(router.begin(found, query, "r", now=98.0), 99.0, Outcome.FAILED, None)
+
+    seen = samples(Telemetry(), router)
+
+    labels = "model=m|replica=w1"
+    assert seen[f"warmpath_replica_breaker|{labels}|state=open"] == 1
+    assert seen[f"warmpath_replica_breaker|{labels}|state=closed"] == 0
+    assert seen[f"warmpath_replica_breaker_transitions_total|{labels}"] == 1
+    assert seen[f"warmpath_replica_event_age_seconds|{labels}"] == 1.5
+    assert seen[f"warmpath_replica_event_gaps_total|{labels}"] == 1
+
+
+def test_others_can_show_what_they_count(telemetry: Telemetry) -> None:
+    telemetry.register("gauge", "warmpath_wanted", "Wanted.", ["model"], lambda: {("m",): 3})
+    telemetry.register("counter", "warmpath_lost", "Lost.", [], lambda: {(): 2})
+
+    seen = samples(telemetry)
+
+    assert seen["warmpath_wanted|model=m"] == 3
+    assert seen["warmpath_lost_total"] == 2
+
+
+def test_clients_that_try_again_are_counted(telemetry: Telemetry) -> None:
+    telemetry.finished(record(status=200, client_retries=2))
+    telemetry.finished(record(status=200))
+
+    assert samples(telemetry)["warmpath_client_retries_total"] == 1
+
+
+async def test_ten_thousand_random_paths_and_models_make_no_series(tmp_path: Path) -> None:
+    async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
+        await running.chat(model="made-up")
+        before = (await running.admin.get("/metrics")).text.count("\n")
+        scope: dict[str, Any] = {"type": "http", "http_version": "1.1", "headers": [], "query_string": b""}
+        headers = [(b"authorization", running.auth["authorization"].encode()), (b"content-type", b"application/json")]
+
+        async def send(message: Any) -> None:
+            pass
+
+        for number in range(10_000):
+            body = b'{"model": "made-up-%d", "messages": []}' % number
+
+            async def receive(body: bytes = body) -> Any:
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            if number % 10 == 0:
+                hostile = {**scope, "method": "GET", "path": f"/made/up/{number}"}
+                await running.gateway.public(hostile, receive, send)
+            else:
+                model = {**scope, "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+                await running.gateway.public(model, receive, send)
+        after = (await running.admin.get("/metrics")).text
+
+    assert "made" not in after
+    assert after.count("\n") == before

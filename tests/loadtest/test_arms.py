@@ -30,3 +30,8 @@ def test_a_command_that_cannot_be_filled_in_is_refused(text: str, fault: str) ->
 
 def test_the_two_modes_of_a_policy_have_different_names() -> None:
     assert Ours("cost").name != Ours("cost", "plain").name
+
+
+def test_an_arm_says_of_how_many_processes_and_gateways_it_is() -> None:
+    assert Ours("cost", processes=4).name == "cost (4 processes)"
+    assert Ours("cost", "plain", processes=4, gateways=2).name == "cost (plain, 4 processes, 2 gateways)"

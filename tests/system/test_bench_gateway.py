@@ -22,13 +22,13 @@ def test_every_row_is_measured_for_ours_and_for_a_peer(tmp_path: Path) -> None:
 
     port = str(free_ports(40)[0])
     done = CliRunner().invoke(
-        gateway, ["--rounds", "1", "--scale", "0.01", "--port", port, "--peer", peer, "--out", str(out)]
+        gateway, ["--rounds", "1", "--scale", "0.01", "--port", port, "--bare", "--peer", peer, "--out", str(out)]
     )
 
     assert done.exit_code == 0, done.output
     cells = json.loads(out.read_text())["cells"]
     assert {(cell["router"], cell["row"]) for cell in cells} == {
-        (router, row.name) for router in ("warmpath", "other") for row in ROWS
+        (router, row.name) for router in ("warmpath", "warmpath-bare", "other") for row in ROWS
     }
     assert all(cell["median"] > 0 for cell in cells if cell["unit"] != "ms")
 

@@ -28,7 +28,7 @@ FOLDER = Path(__file__).parents[2] / "loadtest"
 def url() -> Iterator[str]:
     shape = FleetShape(replicas=2, processes=1, speedup=10.0, kv_tokens=1 << 20, tokens_per_chunk=4)
     with running_system(Ours("cost"), shape, free_ports(6)[0]) as system:
-        yield f"http://127.0.0.1:{system.port}"
+        yield f"http://127.0.0.1:{system.ports[0]}"
 
 
 def locust(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:

@@ -163,7 +163,12 @@ def test_compose_names_what_there_is() -> None:
     networks = yaml.safe_load((ROOT / "deploy" / "gateway.yaml").read_text())["registry"]["networks"]
 
     targets = set(re.findall(r"^FROM \S+ AS (\S+)", dockerfile, re.MULTILINE))
-    assert {service["build"]["target"] for service in compose["services"].values()} <= targets
+    services = compose["services"].values()
+    assert {service["build"]["target"] for service in services if "build" in service} <= targets
+    mounted = [mount for service in services for mount in service.get("volumes", []) if mount.startswith("./")]
+    assert mounted
+    for mount in mounted:
+        assert (ROOT / "deploy" / mount.partition(":")[0]).exists(), f"compose mounts {mount}"
     assert compose["networks"]["fleet"]["ipam"]["config"][0]["subnet"] in networks
     for copied in re.findall(r"^COPY ([^\s]+)", dockerfile, re.MULTILINE):
         assert (ROOT / copied).exists(), f"the Dockerfile copies {copied}"

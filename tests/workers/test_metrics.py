@@ -4,8 +4,26 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.workers.test_events import step
+from workers.life import Life
 from workers.metrics import Histogram, WorkerMetrics
 from workers.simulated import simulated_info
+
+
+def life(ending: str, seconds: float) -> Life:
+    """A sequence that waited for a quarter of its time, and prefilled for as long."""
+    return Life(
+        request_id="r",
+        model="m",
+        choice=0,
+        submitted_at=100.0,
+        prefill_at=100.0 + seconds / 4,
+        first_at=100.0 + seconds / 2,
+        ended_at=100.0 + seconds,
+        ending=ending,
+        prompt_tokens=1,
+        cached_tokens=0,
+        generated_tokens=1,
+    )
 
 
 def samples(metrics: WorkerMetrics) -> dict[tuple[str, str], float]:
@@ -35,9 +53,9 @@ def test_gauges_and_counters_are_those_of_the_last_report() -> None:
 def test_endings_are_counted_by_reason() -> None:
     metrics = WorkerMetrics(simulated_info(), step())
 
-    metrics.finished("stop", 1.0)
-    metrics.finished("stop", 2.0)
-    metrics.finished("abort", 3.0)
+    metrics.finished(life("stop", 1.0))
+    metrics.finished(life("stop", 2.0))
+    metrics.finished(life("abort", 3.0))
 
     found = samples(metrics)
     assert found["vllm:request_success_total", "stop"] == 2
@@ -45,6 +63,9 @@ def test_endings_are_counted_by_reason() -> None:
     assert found["vllm:request_success_total", "error"] == 0
     assert found["vllm:e2e_request_latency_seconds_count", ""] == 3
     assert found["vllm:e2e_request_latency_seconds_sum", ""] == 6.0
+    assert found["vllm:request_queue_time_seconds_sum", ""] == 1.5
+    assert found["vllm:request_prefill_time_seconds_sum", ""] == 1.5
+    assert found["vllm:request_decode_time_seconds_sum", ""] == 3.0
 
 
 @given(values=st.lists(st.floats(0, 100)))

@@ -1,0 +1,223 @@
+"""One JSON line for each request of the data path: who, what, where to, how long, how it ended.
+
+Never in it: prompts, answers, keys (only their id), headers, queries, paths of the client's. Everything in a line comes from
+our own sets and ids or is checked where it came in, and is JSON, so that no value can end a line or hide one.
+
+What must hold: a request never waits for its line, and never fails for it. Lines go into a bounded buffer that a thread
+empties; a disk that is full or a pipe that nobody reads costs lines, which are counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from gateway.dispatch import Record
+
+__all__ = ["AccessLog", "LineWriter", "open_access_log"]
+
+_MAX_WAITING: Final = 8192
+"""Lines; 4 MB. At 2,000 requests a second a disk may stall for 4 s before any is lost."""
+_EVERY_S: Final = 0.1
+"""How late a line may be. To wake the thread for each one costs a request more than all the rest of its line: both want the
+interpreter at the same time."""
+_MANY: Final = 1024
+"""So many that wait are written at once."""
+_PIPE_BYTES: Final = 4096
+"""A pipe takes so much whole or not at all, so that several processes may write to the same one."""
+_FILE_BYTES: Final = 64 << 10
+"""A file is appended to whole, whatever the size."""
+_CLOSE_S: Final = 2.0
+
+
+class _Line(msgspec.Struct, omit_defaults=True):
+    """In the order in which people read it. What is not known is left out."""
+
+    time: str
+    request_id: str
+    status: int
+    endpoint: str
+    duration_s: float
+    method: str = "POST"
+    model: str = ""
+    stream: bool = False
+    key_id: str = ""
+    tenant: str = ""
+    error_code: str = ""
+    replica: str = ""
+    policy: str = ""
+    reason: str = ""
+    tries: int = 0
+    queue_wait_s: float | None = None
+    ttft_s: float | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    predicted_cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    client_retries: int = 0
+    trace_id: str = ""
+
+
+class AccessLog:
+    def __init__(self, writer: LineWriter, wall_clock: Callable[[], float] = time.time) -> None:
+        self._writer = writer
+        self._wall_clock = wall_clock
+        self._encode = msgspec.json.Encoder().encode
+        self._second = 0
+        self._prefix = ""
+
+    def finished(self, record: Record) -> None:
+        """Write the line of a request that ended. 4 us."""
+        decision, usage = record.decision, record.usage
+        line = _Line(
+            time=self._time(),
+            request_id=record.request_id,
+            status=record.status,
+            endpoint=record.endpoint,
+            duration_s=round(record.duration_s, 6),
+            method=record.method,
+            model=record.model,
+            stream=record.stream,
+            key_id=record.key_id,
+            tenant=record.tenant,
+            error_code=record.error_code,
+            tries=record.tries,
+            client_retries=record.client_retries,
+            trace_id=record.trace.trace_id,
+        )
+        if record.queue_wait_s is not None:
+            line.queue_wait_s = round(record.queue_wait_s, 6)
+        if record.first_byte_s is not None:
+            line.ttft_s = round(record.first_byte_s, 6)
+        if decision is not None:
+            line.replica, line.policy, line.reason = decision.replica_id, decision.policy, decision.reason
+            line.predicted_cached_tokens = decision.matched_tokens
+        if usage is not None:
+            line.prompt_tokens, line.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+            line.cached_tokens = usage.cached_tokens
+        self._writer.write(self._encode(line) + b"\n")
+
+    @property
+    def num_dropped(self) -> int:
+        return self._writer.num_dropped
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _time(self) -> str:
+        """UTC, with milliseconds. Most lines share their second with the one before."""
+        now = self._wall_clock()
+        second = int(now)
+        if second != self._second:
+            self._second, self._prefix = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        return f"{self._prefix}.{int((now - second) * 1000):03d}Z"
+
+
+def open_access_log(where: str) -> AccessLog | None:
+    """`where`: stdout, stderr, a file's path, or off. Raises OSError for a file that cannot be opened."""
+    match where:
+        case "off":
+            return None
+        case "stdout":
+            return AccessLog(LineWriter(1))
+        case "stderr":
+            return AccessLog(LineWriter(2))
+        case path:
+            return AccessLog(LineWriter(Path(path)))
+
+
+class LineWriter:
+    """Lines to a file or descriptor, by a thread of its own."""
+
+    def __init__(self, target: Path | int) -> None:
+        """`target`: a file to append to, or an open descriptor. Raises OSError for a file that cannot be opened."""
+        self._num_overflowed = 0
+        self._num_failed = 0
+        self._path = target if isinstance(target, Path) else None
+        self._fd = target if isinstance(target, int) else _open(target)
+        self._write_bytes = _FILE_BYTES if stat.S_ISREG(os.fstat(self._fd).st_mode) else _PIPE_BYTES
+        self._waiting: deque[bytes] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines that were lost: the buffer was full, or writing failed."""
+        return self._num_overflowed + self._num_failed
+
+    def write(self, line: bytes) -> None:
+        """Never waits, never raises. Called by one thread."""
+        if len(self._waiting) >= _MAX_WAITING:
+            self._num_overflowed += 1
+            return
+        self._waiting.append(line)
+        if len(self._waiting) == _MANY:
+            self._wake.set()
+
+    def close(self) -> None:
+        """Write what waits, at most for `_CLOSE_S`. A pipe that nobody reads keeps its thread, which ends with the process."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(_CLOSE_S)
+        if self._path is not None and not self._thread.is_alive():
+            os.close(self._fd)
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            self._wake.wait(_EVERY_S)
+            self._wake.clear()
+            closing = self._closing  # read before the lines are taken: those of before the close are among them
+            if self._waiting:
+                self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        with contextlib.suppress(OSError):  # writing will tell
+            self._reopen_if_moved()
+        for lines in self._pieces():
+            try:
+                _write_all(self._fd, b"".join(lines))
+            except OSError:
+                self._num_failed += len(lines)
+
+    def _pieces(self) -> Iterator[list[bytes]]:
+        """What waits, in groups that are written in one go."""
+        while self._waiting:
+            lines, size = [self._waiting.popleft()], 0
+            while self._waiting and size + len(lines[-1]) + len(self._waiting[0]) <= self._write_bytes:
+                size += len(lines[-1])
+                lines.append(self._waiting.popleft())
+            yield lines
+
+    def _reopen_if_moved(self) -> None:
+        """Log rotation renames the file; the next lines belong into a new one of its name."""
+        if self._path is None:
+            return
+        here = os.fstat(self._fd)
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            there = None
+        if there is None or (here.st_ino, here.st_dev) != (there.st_ino, there.st_dev):
+            moved, self._fd = self._fd, _open(self._path)
+            os.close(moved)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]

@@ -1,0 +1,128 @@
+"""The ledger in a Redis, for several gateways: one script (`ledger.lua`), one trip for all counters of a request.
+
+No call waits longer than the deadline, and none is tried twice: whatever goes wrong is `LedgerUnavailable`. The client library
+would hide an outage behind seconds of retries. What is sent to Redis are digests of counters' names and numbers, no key's text,
+and no time, since hosts' clocks differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import resources
+from typing import Any, Final
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from gateway.limits.ledger import HOLD_S, Granted, Limit, Refused
+from gateway.limits.link import LedgerUnavailable, Post
+
+__all__ = ["RedisLedger", "counter_key", "ledger_script"]
+
+_DEADLINE_S: Final = 0.05
+_CONNECTIONS: Final = 32
+"""A trip takes well under a millisecond of Redis's time; more at once would only wait there."""
+_BATCH: Final = 256
+"""Counters in one call of the script, which nobody else's runs beside."""
+_PREFIX: Final = "{warmpath/1}:limit:"
+"""With the version of what is stored there: another one's counters are not looked at."""
+
+
+def ledger_script() -> str:
+    return resources.files("gateway.limits").joinpath("ledger.lua").read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=1 << 16)
+def counter_key(counter: str) -> str:
+    return _PREFIX + hashlib.blake2b(counter.encode(), digest_size=16).hexdigest()
+
+
+class RedisLedger:
+    """A `LedgerLink`."""
+
+    def __init__(
+        self, url: str, *, deadline_s: float = _DEADLINE_S, hold_s: float = HOLD_S, script: str | None = None
+    ) -> None:
+        """`url`: ``redis://`` or ``rediss://``, with password and database. `script`: another one, for tests. Raises ValueError
+        for what is no such URL.
+        """
+        self._deadline_s = deadline_s
+        self._hold_s = hold_s
+        self._script = ledger_script() if script is None else script
+        self._digest = hashlib.sha1(self._script.encode(), usedforsecurity=False).hexdigest()
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url,
+            max_connections=_CONNECTIONS,
+            timeout=deadline_s,
+            retry=Retry(NoBackoff(), 0),
+            socket_connect_timeout=deadline_s,
+            health_check_interval=0,
+        )
+        self._redis = redis.asyncio.Redis.from_pool(pool)
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+
+    async def acquire(
+        self, holder: str, limits: Sequence[Limit], amounts: Sequence[int], extras: Sequence[int]
+    ) -> Granted | Refused:
+        arguments: list[str | int | float] = ["ask", holder, self._hold_s]
+        for limit, amount, extra in zip(limits, amounts, extras, strict=True):
+            arguments += (int(limit.measure), limit.most, amount, extra)
+        answer = await self._run([counter_key(limit.counter) for limit in limits], arguments)
+        if answer[0]:
+            middle = 2 + len(limits)
+            return Granted(answer[1], answer[2:middle], answer[middle:] if any(extras) else [])
+        _, place, wait_ms, reset_ms, left = answer
+        return Refused(limits[place], wait_ms / 1000 if wait_ms >= 0 else None, reset_ms / 1000, left)
+
+    async def post(self, post: Post, *, surely: bool) -> None:
+        for begin in range(0, len(post.changes), _BATCH):
+            await self._post(Post(post.holder, post.changes[begin : begin + _BATCH], [], []))
+        for begin in range(0, len(post.holds), _BATCH):
+            await self._post(Post(post.holder, [], post.holds[begin : begin + _BATCH], post.dead))
+        if not post.changes and not post.holds and surely:
+            await self._post(post)
+
+    async def _post(self, post: Post) -> None:
+        arguments: list[str | int | float] = ["post", post.holder, self._hold_s, len(post.changes)]
+        for change in post.changes:
+            arguments += (int(change.measure), change.held, change.spent, change.bucket)
+        for hold in post.holds:
+            arguments += (int(hold.measure), hold.held)
+        arguments += post.dead
+        await self._run([counter_key(change.counter) for change in (*post.changes, *post.holds)], arguments)
+
+    async def _run(self, keys: list[str], arguments: list[str | int | float]) -> Any:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                try:
+                    return await self._redis.evalsha(self._digest, len(keys), *keys, *arguments)
+                except NoScriptError:  # a new server, or one that was told to forget
+                    return await self._redis.eval(self._script, len(keys), *keys, *arguments)
+        except ReadOnlyError as error:
+            await self._drop_connections()  # the primary is somewhere else by now
+            raise LedgerUnavailable("readonly", was_sent=False) from error
+        except (TimeoutError, RedisTimeoutError) as error:
+            raise LedgerUnavailable("timeout") from error
+        except (RedisConnectionError, OSError) as error:
+            raise LedgerUnavailable("connection") from error
+        except RedisError as error:
+            raise LedgerUnavailable(_kind(str(error))) from error
+
+    async def _drop_connections(self) -> None:
+        await self._redis.connection_pool.disconnect(inuse_connections=False)
+
+
+def _kind(message: str) -> str:
+    """WRONGTYPE and BUSY have no class of their own, and errors inside the script carry its name before theirs."""
+    return next(
+        (kind.lower() for kind in ("WRONGTYPE", "BUSY", "OOM", "LOADING", "NOAUTH") if kind in message), "other"
+    )

@@ -1,0 +1,58 @@
+"""What a request is charged for, however it ended. One table for all endings, and one place that ends a reservation.
+
+    what came of it                                      requests   tokens and money
+    an answer with a usage                               1          the usage
+    a stream that broke off, or told no usage            1          prompt, and an output token for each event of it
+    a whole answer that told no usage                    1          as reserved
+    the replica's 4xx, or the client left before output  1          none
+    no replica answered, all busy, time-out, our bug     0          none
+
+The place among the parallel requests is free after each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from gateway.api_error import ApiError
+from gateway.dispatch import Record
+from gateway.limits import Reservation, Rules
+
+__all__ = ["Spending"]
+
+
+class Spending:
+    """``with Spending(...):`` around whatever is done for a request that was let through."""
+
+    def __init__(self, reservation: Reservation, rules: Rules, record: Record, prompt_tokens: int) -> None:
+        self._reservation = reservation
+        self._rules = rules
+        self._record = record
+        self._prompt_tokens = prompt_tokens
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        record, reservation = self._record, self._reservation
+        if (usage := record.usage) is not None:
+            tokens = usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens
+            reservation.end(self._rules.used(record.model, *tokens))
+        elif record.output_events:
+            reservation.end(self._rules.used(record.model, self._prompt_tokens, 0, record.output_events))
+        elif error is None and record.is_answered:
+            reservation.end_as_reserved()
+        elif error is None or _is_clients(error):
+            reservation.end_refused()
+        else:
+            reservation.end_failed()
+
+
+def _is_clients(error: BaseException) -> bool:
+    if isinstance(error, ApiError):
+        return error.status < 500 and error.code != "capacity"
+    return isinstance(error, asyncio.CancelledError)

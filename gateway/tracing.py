@@ -1,0 +1,443 @@
+"""OpenTelemetry traces of the data path: one SERVER span a request, one CLIENT span for each try at a replica.
+
+    POST /v1/chat/completions     SERVER: from the request's arrival to the end of its answer
+      chat qwen3-8b               CLIENT: one try; a replica that knows `traceparent` hangs its own spans below it
+
+Every name of a span or attribute is here. They follow the semantic conventions for HTTP and generative AI; what those have no
+name for is ``warmpath.*``. Content is never recorded: no prompt, answer, header, key, path or query of the client's, only
+our own ids, names of models and replicas, numbers, and error codes from fixed sets.
+
+Whether a trace is recorded is decided when the request arrives, by its caller's flag or by chance, and its ids are drawn then.
+The spans themselves are made when the request has ended, from what its record says: a request that is not sampled costs two
+random numbers, and one that is costs nothing before its last byte went out. The SDK is imported where traces are on and
+nowhere else; its own thread sends them from a bounded queue, which drops what is too much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gateway.openai import Usage
+from router import Decision, Outcome
+from router.trace_context import TraceContext, parse_traceparent
+
+if TYPE_CHECKING:
+    from gateway.dispatch import Record
+
+__all__ = ["UNTRACED", "Attempt", "SpanExport", "Trace", "Tracer", "Value", "otlp_export"]
+
+Header = tuple[bytes, bytes]
+Value = str | int | float | bool | Sequence[str]
+
+_OPERATIONS: Final[Mapping[str, str]] = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+"""``gen_ai.operation.name``; others are named by their path."""
+
+_MAX_READ_BYTES: Final = 1 << 20
+"""Of a body or answer that is looked at once more for a span's attributes: 1 ms. What is longer goes without them."""
+_MAX_ID_CHARS: Final = 128
+_CLOSE_S: Final = 3.0
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try at a replica, as its span will tell it: filled in as it happens. Times are monotonic seconds."""
+
+    context: TraceContext
+    """Of the span. Its replica sees this one as its parent, not the client's."""
+    decision: Decision
+    provider: str
+    url: str
+    began_at: float
+    ended_at: float = 0.0
+    first_byte_at: float | None = None
+    outcome: Outcome = Outcome.CANCELLED
+    error_code: str = ""
+    usage: Usage | None = None
+    answer: dict[str, Value] = field(default_factory=dict)
+    """Attributes found in the answer."""
+
+    def read_answer(self, body: bytes) -> None:
+        """Note id, model and finish reasons of a whole answer."""
+        if len(body) <= _MAX_READ_BYTES:
+            self.answer.update(_answer_attributes(body))
+
+    def read_event(self, data: bytes) -> None:
+        """The same of the first events of a stream."""
+        begin = data.find(b"data: {")
+        if begin >= 0 and len(data) <= _MAX_READ_BYTES:
+            self.answer.update(_answer_attributes(data[begin + 6 :].partition(b"\n")[0]))
+
+    def ended(self, now: float, outcome: Outcome, usage: Usage | None) -> None:
+        self.ended_at, self.outcome, self.usage = now, outcome, usage
+
+    def finished(self, reasons: Sequence[str]) -> None:
+        """Why the choices of a stream ended."""
+        if reasons:
+            self.answer["gen_ai.response.finish_reasons"] = reasons
+
+
+class Trace:
+    """One request's place in the traces. Made for every request; only a sampled one has spans."""
+
+    __slots__ = ("_headers", "attempts", "context", "parameters", "parent")
+
+    def __init__(self, context: TraceContext | None, parent: TraceContext | None, headers: list[Header]) -> None:
+        self.context = context
+        """Of the SERVER span; of the client's own where nothing is recorded; None where there is no trace at all."""
+        self.parent = parent
+        """The client's span."""
+        self.attempts: list[Attempt] = []
+        self.parameters: dict[str, Value] = {}
+        """Attributes found in the request."""
+        self._headers = headers
+
+    @property
+    def trace_id(self) -> str:
+        return self.context.trace_id if self.context is not None else ""
+
+    @property
+    def sampled(self) -> bool:
+        """Whether spans are wanted."""
+        return self.context is not None and self.context.sampled and self.context is not self.parent
+
+    def begin_attempt(self, decision: Decision, provider: str, url: str, now: float) -> Attempt | None:
+        """None where nothing is recorded."""
+        if not self.sampled:
+            return None
+        assert self.context is not None
+        context = TraceContext(self.context.trace_id, _new_span_id(), sampled=True)
+        attempt = Attempt(context, decision, provider, url, now)
+        self.attempts.append(attempt)
+        return attempt
+
+    def headers(self, attempt: Attempt | None) -> list[Header]:
+        """For the replica: `tracestate` and `baggage` as they came, and the span that is its parent."""
+        context = attempt.context if attempt is not None else self.context
+        return self._headers if context is None else [(b"traceparent", context.traceparent), *self._headers]
+
+    def read_request(self, body: bytes) -> None:
+        """Note what the request asks for, as far as it is numbers. Called for sampled ones only."""
+        if len(body) <= _MAX_READ_BYTES:
+            self.parameters = _request_attributes(body)
+
+
+UNTRACED: Final = Trace(None, None, [])
+"""Of requests that neither their client nor we know a trace for. It has no spans, so nothing is ever written to it."""
+
+
+class SpanExport(Protocol):
+    """Where finished spans go."""
+
+    def emit(
+        self,
+        name: str,
+        *,
+        client: bool,
+        context: TraceContext,
+        parent: TraceContext | None,
+        attributes: Mapping[str, Value],
+        failed: bool,
+        began_at: float,
+        ended_at: float,
+    ) -> None:
+        """Never waits. Times are Unix seconds."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left, and wait for it, at most a few seconds."""
+        ...
+
+
+class Tracer:
+    """Decides which requests have traces, and tells theirs. `export` is None where traces are off."""
+
+    def __init__(
+        self,
+        export: SpanExport | None = None,
+        *,
+        sample_ratio: float = 0.0,
+        follow_caller: bool = True,
+        unix_offset: Callable[[], float] = lambda: 0.0,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """`follow_caller`: a client that says whether its trace is recorded decides it for us, too. `unix_offset`: add it to
+        a time of the records to get Unix seconds.
+        """
+        self._export = export
+        self._ratio = sample_ratio
+        self._follow_caller = follow_caller
+        self._unix_offset = unix_offset
+        self._draw = draw
+
+    def begin(self, headers: Iterable[Header]) -> Trace:
+        """A request's trace, from its headers."""
+        given: list[bytes] = []
+        others: list[Header] = []
+        for pair in headers:
+            name = pair[0]
+            if name == b"traceparent":
+                given.append(pair[1])
+            elif name in (b"tracestate", b"baggage"):
+                others.append(pair)
+        if self._export is None and not given and not others:
+            return UNTRACED
+        parent = parse_traceparent(given[0]) if len(given) == 1 else None
+        if parent is None and others:  # without its traceparent a tracestate means nothing
+            others = [pair for pair in others if pair[0] != b"tracestate"]
+        if self._export is None:
+            return Trace(parent, parent, others)
+        if parent is not None:
+            sampled = parent.sampled if self._follow_caller else self._draw() < self._ratio
+            if not sampled:
+                return Trace(parent, parent, others)
+            return Trace(TraceContext(parent.trace_id, _new_span_id(), sampled=True), parent, others)
+        trace_id = f"{random.getrandbits(128) or 1:032x}"
+        return Trace(TraceContext(trace_id, _new_span_id(), self._draw() < self._ratio), None, others)
+
+    def finished(self, record: Record) -> None:
+        """Hand the spans of a request that ended to the exporter."""
+        trace = record.trace
+        if self._export is None or not trace.sampled or trace.context is None:
+            return
+        offset = self._unix_offset()
+        for attempt in trace.attempts:
+            self._export.emit(
+                f"{_operation(record.endpoint)} {record.model}",
+                client=True,
+                context=attempt.context,
+                parent=trace.context,
+                attributes=_attempt_attributes(record, attempt),
+                failed=bool(_error_type(record, attempt)),
+                began_at=attempt.began_at + offset,
+                ended_at=attempt.ended_at + offset,
+            )
+        self._export.emit(
+            f"{record.method} {record.endpoint}",
+            client=False,
+            context=trace.context,
+            parent=trace.parent,
+            attributes=_request_span_attributes(record),
+            failed=record.status >= 500,
+            began_at=record.started_at + offset,
+            ended_at=record.started_at + record.duration_s + offset,
+        )
+
+    async def aclose(self) -> None:
+        """Send what is left. Bounded, whatever the collector does."""
+        if self._export is not None:
+            await asyncio.to_thread(self._export.close)
+
+
+def _new_span_id() -> str:
+    return f"{random.getrandbits(64) or 1:016x}"
+
+
+def _operation(endpoint: str) -> str:
+    return _OPERATIONS.get(endpoint, endpoint.lstrip("/"))
+
+
+def _request_span_attributes(record: Record) -> dict[str, Value]:
+    attributes: dict[str, Value] = {
+        "http.request.method": record.method,
+        "http.route": record.endpoint,
+        "url.path": record.endpoint,
+        "url.scheme": "http",
+        "http.response.status_code": record.status,
+        "warmpath.request_id": record.request_id,
+        "warmpath.tries": record.tries,
+    }
+    optional: dict[str, Value | None] = {
+        "error.type": record.error_code or (str(record.status) if record.status >= 500 else None),
+        "warmpath.key_id": record.key_id or None,
+        "warmpath.tenant": record.tenant or None,
+        "warmpath.queue_wait": record.queue_wait_s,
+    }
+    attributes.update({name: value for name, value in optional.items() if value is not None})
+    return attributes
+
+
+def _attempt_attributes(record: Record, attempt: Attempt) -> dict[str, Value]:
+    decision, usage = attempt.decision, attempt.usage
+    address = urlsplit(attempt.url)
+    attributes: dict[str, Value] = {
+        "gen_ai.operation.name": _operation(record.endpoint),
+        "gen_ai.provider.name": attempt.provider,
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.stream": record.stream,
+        **record.trace.parameters,
+        **attempt.answer,
+        "server.address": address.hostname or "",
+        "warmpath.replica": decision.replica_id,
+        "warmpath.decision.policy": decision.policy,
+        "warmpath.decision.reason": decision.reason,
+        "warmpath.predicted_cached_tokens": decision.matched_tokens,
+        "warmpath.outcome": attempt.outcome.value,
+    }
+    first_s = attempt.first_byte_at - attempt.began_at if attempt.first_byte_at is not None else None
+    optional: dict[str, Value | None] = {
+        "server.port": address.port or (443 if address.scheme == "https" else 80),
+        "gen_ai.response.time_to_first_chunk": first_s if record.stream else None,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens if usage is not None else None,
+        "gen_ai.usage.output_tokens": usage.completion_tokens if usage is not None else None,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens if usage is not None else None,
+        "error.type": _error_type(record, attempt),
+    }
+    attributes.update({name: value for name, value in optional.items() if value is not None})
+    return attributes
+
+
+def _error_type(record: Record, attempt: Attempt) -> str | None:
+    match attempt.outcome:
+        case Outcome.OK:
+            return None
+        case Outcome.CANCELLED:
+            return "client_gone"
+        case Outcome.CLIENT_ERROR:
+            return str(record.status)
+        case _:
+            return attempt.error_code or record.error_code or "upstream_lost"
+
+
+# --- attributes from bodies: types are checked here, so that a number's field can carry no text ---------------------------
+
+
+class _Parameters(msgspec.Struct):
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    seed: Any = None
+    n: Any = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    id: str = ""
+    model: str = ""
+    choices: list[_Choice] = []
+
+
+_parameters_decoder = msgspec.json.Decoder(_Parameters)
+_answer_decoder = msgspec.json.Decoder(_Answer)
+
+
+def _request_attributes(body: bytes) -> dict[str, Value]:
+    try:
+        found = _parameters_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}
+    most = next((n for n in (found.max_completion_tokens, found.max_tokens, found.max_output_tokens) if n), None)
+    asked: dict[str, Any] = {
+        "gen_ai.request.max_tokens": most,
+        "gen_ai.request.temperature": found.temperature,
+        "gen_ai.request.top_p": found.top_p,
+        "gen_ai.request.seed": found.seed,
+        "gen_ai.request.choice.count": found.n if found.n != 1 else None,
+    }
+    return {name: value for name, value in asked.items() if type(value) in (int, float) and abs(value) < 1 << 63}
+
+
+def _answer_attributes(body: bytes) -> dict[str, Value]:
+    try:
+        found = _answer_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}
+    reasons = [choice.finish_reason for choice in found.choices if choice.finish_reason]
+    told: dict[str, Value] = {
+        "gen_ai.response.id": found.id[:_MAX_ID_CHARS],
+        "gen_ai.response.model": found.model[:_MAX_ID_CHARS],
+        "gen_ai.response.finish_reasons": reasons,
+    }
+    return {name: value for name, value in told.items() if value}
+
+
+# --- the SDK ------------------------------------------------------------------------------------------------------------
+
+
+def otlp_export(*, endpoint: str | None, service_name: str, version: str) -> SpanExport:
+    """Spans by OTLP over HTTP. `endpoint`: where to POST them; None: as the ``OTEL_EXPORTER_OTLP_*`` variables say."""
+    from opentelemetry.context import Context
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
+    from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+    from opentelemetry.trace import (
+        NonRecordingSpan,
+        SpanContext,
+        SpanKind,
+        Status,
+        StatusCode,
+        TraceFlags,
+        set_span_in_context,
+    )
+
+    class GivenIds(IdGenerator):
+        """The ids of the span that is being made: they were drawn, and told to replicas, long before."""
+
+        context: TraceContext
+
+        def generate_trace_id(self) -> int:
+            return int(self.context.trace_id, 16)
+
+        def generate_span_id(self) -> int:
+            return int(self.context.span_id, 16)
+
+    ids = GivenIds()
+    resource = Resource.create({"service.name": service_name, "service.version": version})
+    provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, id_generator=ids, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    tracer = provider.get_tracer("warmpath", version)
+
+    def remote(context: TraceContext) -> SpanContext:
+        return SpanContext(int(context.trace_id, 16), int(context.span_id, 16), True, TraceFlags(TraceFlags.SAMPLED))
+
+    class Export:
+        def emit(
+            self,
+            name: str,
+            *,
+            client: bool,
+            context: TraceContext,
+            parent: TraceContext | None,
+            attributes: Mapping[str, Value],
+            failed: bool,
+            began_at: float,
+            ended_at: float,
+        ) -> None:
+            ids.context = context
+            span = tracer.start_span(
+                name,
+                context=set_span_in_context(NonRecordingSpan(remote(parent))) if parent is not None else Context(),
+                kind=SpanKind.CLIENT if client else SpanKind.SERVER,
+                attributes=attributes,
+                start_time=int(began_at * 1e9),
+            )
+            if failed:
+                span.set_status(Status(StatusCode.ERROR))
+            span.end(int(ended_at * 1e9))
+
+        def close(self) -> None:
+            closing = threading.Thread(target=provider.shutdown, name="traces-close", daemon=True)
+            closing.start()
+            closing.join(_CLOSE_S)
+
+    return Export()
