@@ -60,10 +60,11 @@ def main(limit: int, times: float, ahead_s: float) -> None:
     """Compare the TTFT of a tenant with and without a neighbour that floods. About a minute."""
     alone, queue = quiet(limit), GateSettings(ahead_s=ahead_s)
     crowded = flooded(alone, times)
-    for name, workload, settings in (("alone", alone, queue), ("flooded", crowded, queue)):
+    runs = (("alone", alone, queue), ("flooded", crowded, queue), ("flooded, no queue", crowded, None))
+    for name, workload, settings in runs:
         found = ttft_of_quiet(workload, settings)
         click.echo(
-            f"{name:8} TTFT of the quiet tenant p50 {found.ttft_p50:,.0f} p90 {found.ttft_p90:,.0f} mean "
+            f"{name:17} TTFT of the quiet tenant p50 {found.ttft_p50:,.0f} p90 {found.ttft_p90:,.0f} mean "
             f"{found.ttft_mean:,.0f} ms  refused {found.dropped}  most queued {found.most_queued}"
         )
 
