@@ -57,7 +57,7 @@ def ttft_of_quiet(workload: Workload, queue: GateSettings | None) -> Figures:
 @click.option("--times", default=10.0, show_default=True, help="Of its share that the other one asks for.")
 @click.option("--ahead-s", default=GateSettings().ahead_s, show_default=True)
 def main(limit: int, times: float, ahead_s: float) -> None:
-    """Compare the TTFT of a tenant with and without a neighbour that floods. About a minute."""
+    """Compare the TTFT of a tenant with and without a neighbour that floods. Without a queue it takes minutes."""
     alone, queue = quiet(limit), GateSettings(ahead_s=ahead_s)
     crowded = flooded(alone, times)
     runs = (("alone", alone, queue), ("flooded", crowded, queue), ("flooded, no queue", crowded, None))
