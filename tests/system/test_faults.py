@@ -106,7 +106,8 @@ async def system(folder: Path, urls: list[str], *, silence_s: float = 10.0) -> A
         for number, url in enumerate(urls)
     ]
     stream = {"first_byte_s": silence_s, "idle_s": silence_s}
-    values = {"state_dir": folder, "replicas": replicas, "stream": stream}
+    # Without a queue: what is shown is what comes of the faults, not when a busy replica is free again.
+    values = {"state_dir": folder, "replicas": replicas, "stream": stream, "admission": {"max_queued": 0}}
     gateway = build_gateway(Settings.model_validate(values))
     _, admin_key = gateway.keys.create("admin", name="test")
     _, key = gateway.keys.create("client", name="test", debug=True)
