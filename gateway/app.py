@@ -35,6 +35,7 @@ from gateway.admin.bodies import DecisionBody, decision_body
 from gateway.admin.context import AdminContext, Insight
 from gateway.admin.registry import Registry
 from gateway.admin.routes import admin_app
+from gateway.admission import Admission
 from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
@@ -55,6 +56,7 @@ from gateway.processes.messages import Batch, Message
 from gateway.processes.shared_router import SharedRouter
 from gateway.processes.supervisor import Supervisor, announcing
 from gateway.public import public_app
+from gateway.queue_gauges import queue_gauges
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.serving import bound, listening, make_server, spare_collections
@@ -114,6 +116,7 @@ class DataPlane:
     """What clients speak to, and what became of their requests."""
 
     public: HotPath
+    admission: Admission
     limiter: Limiter
     telemetry: Telemetry
     tracer: Tracer
@@ -130,6 +133,7 @@ class DataPlane:
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+            self.admission.close()
             await self.tracer.aclose()
             if self.access_log is not None:
                 await asyncio.to_thread(self.access_log.close)
@@ -279,6 +283,17 @@ def build_data_plane(
         lambda: {("in_use",): upstream.in_use, ("idle",): upstream.idle},
     )
     counts = settings.telemetry.metrics
+    admission = Admission(
+        knowledge.router,
+        settings.admission.gate_settings,
+        clock=clock,
+        draw=random.random,
+        on_wait=telemetry.queue_wait,
+        on_refusal=telemetry.queue_refused,
+    )
+    knowledge.watcher.on_frame = admission.heard
+    for name, about, labels, read in queue_gauges(admission):
+        telemetry.register("gauge", name, about, labels, read)
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
     authenticator = None if settings.server.open else Authenticator(keys, clock=clock, wall_clock=time.time)
 
@@ -313,6 +328,7 @@ def build_data_plane(
             knowledge.router,
             knowledge.upstream,
             homes,
+            admission,
             quarantine,
             timeouts=Timeouts(
                 connect_s=settings.stream.connect_s,
@@ -326,12 +342,13 @@ def build_data_plane(
             on_gap=telemetry.gap if counts else _count_nothing,
             on_failed_try=telemetry.upstream_failed if counts else _count_nothing,
         ),
+        tenants={name: tenant.standing for name, tenant in settings.tenants.items()},
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
         begin_trace=tracer.begin,
         on_finish=finished,
     )
-    return DataPlane(hot_path, limiter, telemetry, tracer, access_log, decisions)
+    return DataPlane(hot_path, admission, limiter, telemetry, tracer, access_log, decisions)
 
 
 def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore, insight: Insight) -> ControlPlane:
@@ -345,7 +362,12 @@ def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore
         stop_watch=watcher.stop,
     )
     explainer = _Explainer(
-        router, knowledge.preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
+        router,
+        settings.admission.max_wait_s,
+        knowledge.preparer,
+        keys,
+        PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP,
+        random.random,
     )
     context = AdminContext(
         settings=settings,
@@ -387,22 +409,26 @@ def _count_nothing(model: str, value: object) -> None:
 @dataclass(frozen=True, slots=True)
 class _Explainer:
     router: Router
+    max_wait_s: float
     preparer: Preparer
     keys: KeyStore
     default_group: str
     draw: Callable[[], float]
 
-    async def explain(self, body: bytes, group: str | None) -> Decision:
-        """Where a request with this body would go now; nothing is sent or promised. Raises `ApiError`."""
+    async def explain(self, body: bytes, group: str | None) -> tuple[Decision, bool]:
+        """Where a request with this body would go now, and whether it would wait before, because every replica is saturated;
+        nothing is sent or promised. Raises `ApiError`.
+        """
         request = parse_request(_endpoint_of(body), body, open_access=True)
         pool = self.router.pool(request.model)
         if pool is None:
             raise unroutable(self.router.unserved(), request.model)
         prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or self.default_group))
-        decision = self.router.route(prompt.query(request), time.monotonic(), self.draw())
+        now = time.monotonic()
+        decision = self.router.route(prompt.query(request), now, self.draw())
         if isinstance(decision, Unroutable):
             raise unroutable(decision, request.model)
-        return decision
+        return decision, self.router.is_saturated(decision, self.max_wait_s, now)
 
 
 class _Shape(msgspec.Struct):

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -50,6 +50,7 @@ from gateway.server.asgi import (
 from gateway.spending import Spending
 from gateway.sse import error_event
 from gateway.stored import StoredCall, parse_stored_call
+from gateway.tenants import Standing, priority_asked
 from gateway.tokenizing import Tokenizing
 from gateway.tracing import Trace
 from router import Pool, Router, UnknownReplica
@@ -75,6 +76,7 @@ _LAST_WORDS_S: Final = 1.0
 _MAX_RETRY_DIGITS: Final = 3
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
+_USUAL: Final = Standing()
 _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
 """Of a request that fills no cache: it goes where it waits least."""
 
@@ -101,12 +103,15 @@ class HotPath:
         tokenizing: Tokenizing,
         dispatcher: Dispatcher,
         homes: Homes,
+        tenants: Mapping[str, Standing],
         max_body_bytes: int,
         clock: Callable[[], float],
         begin_trace: Callable[[Iterable[Header]], Trace],
         on_finish: Callable[[Record], None],
     ) -> None:
-        """`rest` serves every other route. `on_finish` is called once for each request that came to one of ours."""
+        """`rest` serves every other route. `tenants`: those that stand otherwise than usual. `on_finish` is called once for
+        each request that came to one of ours.
+        """
         self._rest = rest
         self._router = router
         self._access = access
@@ -115,6 +120,7 @@ class HotPath:
         self._tokenizing = tokenizing
         self._dispatcher = dispatcher
         self._homes = homes
+        self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._begin_trace = begin_trace
@@ -190,6 +196,8 @@ class HotPath:
         owner = record.tenant = key.tenant if key is not None else PUBLIC_GROUP
         if key is not None:
             record.key_id = key.id
+        standing = self._tenants.get(owner, _USUAL)
+        priority = priority_asked(scope["headers"], standing.priority)
         caller = self._caller(key, owner)
         if caller.early and (refused := self._access.limiter.look(caller.early)) is not None:
             raise _refuse(refused, reply, record)
@@ -216,6 +224,8 @@ class HotPath:
                 request_id=reply.request_id,
                 debug=key is not None and key.debug,
                 owner=owner,
+                weight=standing.weight,
+                priority=priority,
                 home=home,
             )
 

@@ -39,7 +39,8 @@ from gateway.admin.registry import checked_model, checked_replica_id
 from gateway.keys import GivenKey, KeyScope, checked_label, checked_pattern
 from gateway.limits import Quota
 from gateway.server.connection import ListenerLimits
-from router import PolicyName, RoutingSettings
+from gateway.tenants import PRIORITIES, Standing
+from router import GateSettings, PolicyName, RoutingSettings
 from router.wire import ReplicaSpec
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
 _PREFIX: Final = "WARMPATH_"
 _ROUTING: Final = RoutingSettings()
 _LISTENER: Final = ListenerLimits()
+_GATE: Final = GateSettings()
 _MASK: Final = "**********"
 """What a secret is printed as."""
 
@@ -359,6 +361,12 @@ class TenantSettings(_Group):
     """Of all its keys together."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Its share of a saturated fleet against others of 1."""
+    priority: Literal["interactive", "default", "batch"] = "default"
+    """Of its requests, and the highest that one may ask for."""
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.weight, PRIORITIES[self.priority])
 
 
 class ModelSettings(_Group):
@@ -374,12 +382,19 @@ class ModelSettings(_Group):
 class AdmissionSettings(_Group):
     """The queue in which requests wait while every replica is saturated."""
 
-    max_wait_s: Seconds = 2.0
+    max_wait_s: Seconds = _GATE.max_wait_s
     """A replica is saturated while the wait predicted for it is longer."""
-    max_queued: Annotated[int, Field(ge=0, le=1_000_000)] = 1024
-    """Requests that may wait; what comes then is refused at once. 0: nothing waits."""
-    deadline_s: Seconds = 30.0
+    ahead_s: Annotated[float, Field(ge=0, le=60)] = _GATE.ahead_s
+    """While requests wait, a replica gets its next one when it has less than this to do. Enough that it never runs dry: what is
+    there already is computed in the order in which it came, whoever has the better right."""
+    max_queued: Annotated[int, Field(ge=0, le=1_000_000)] = _GATE.max_queued
+    """Requests that may wait, for each model; past that the tenant with the most of them loses one. 0: nothing waits."""
+    deadline_s: Seconds = _GATE.deadline_s
     """How long one may wait before it is refused."""
+
+    @property
+    def gate_settings(self) -> GateSettings:
+        return GateSettings(**dict(self))
 
 
 class RedisSettings(_Group):

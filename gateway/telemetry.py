@@ -117,6 +117,14 @@ class Telemetry:
         """Count a try that came to nothing. `reason`: the code of the error it would have been."""
         self._model(model).upstream_errors[reason] += 1
 
+    def queue_wait(self, model: str, seconds: float) -> None:
+        """Count a wait that ended at a replica."""
+        self._model(model).queue_wait.observe(seconds)
+
+    def queue_refused(self, model: str, reason: str) -> None:
+        """Count a request that was not let through."""
+        self._model(model).queue_refusals[reason] += 1
+
     def limiter_mode(self, is_local: bool) -> None:
         self._is_limited_locally = is_local
 
@@ -180,6 +188,8 @@ class _Model:
         "name",
         "predicted",
         "prompt_tokens",
+        "queue_refusals",
+        "queue_wait",
         "reported",
         "retries",
         "ttft",
@@ -197,6 +207,8 @@ class _Model:
         self.reported = 0
         self.agreed = 0
         self.upstream_errors: Counter[str] = Counter()
+        self.queue_wait = _Histogram(_TTFT_BOUNDS)
+        self.queue_refusals: Counter[str] = Counter()
 
 
 class _Histogram:
@@ -254,6 +266,18 @@ class _Counts(Collector):
             "warmpath_request_duration_seconds",
             "From the request's arrival to the end of its answer, of those that reached a replica.",
             [(name, model.duration) for name, model in models],
+        )
+        yield _histograms(
+            "warmpath_queue_wait_seconds",
+            "Before a replica was free, of requests that had to wait and got one.",
+            [(name, model.queue_wait) for name, model in models],
+        )
+        refused = {(name, reason): n for name, model in models for reason, n in list(model.queue_refusals.items())}
+        yield _counters(
+            "warmpath_queue_refusals",
+            "Requests that no replica was free for: full, displaced by another tenant's, deadline, no_replica.",
+            ["model", "reason"],
+            refused,
         )
         for name, (about, read) in _MODEL_COUNTERS.items():
             yield _counters(name, about, ["model"], {(label,): read(model) for label, model in models})

@@ -71,6 +71,8 @@ class Watcher:
         *,
         clock: Callable[[], float],
     ) -> None:
+        self.on_frame: Callable[[], None] | None = None
+        """Called when a replica has told something new."""
         self._router = router
         self._upstream = upstream
         self._prompters = prompters
@@ -172,6 +174,8 @@ class Watcher:
         self._require_match(replica_id, sync)
         if sync is Sync.OK:
             self._router.set_health(replica_id, True, now)
+            if self.on_frame is not None:
+                self.on_frame()
         return sync is Sync.GAP
 
     async def _take_snapshot(self, replica_id: str, spec: ReplicaSpec) -> None:
