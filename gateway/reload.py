@@ -18,7 +18,7 @@ __all__ = ["Plan", "plan_reload"]
 
 _LIVE: Final = frozenset(
     {
-        *("replicas", "routing", "prompts", "stream", "limits", "tenants", "models", "aliases", "admission"),
+        *("replicas", "routing", "prompts", "stream", "limits", "tenants", "models", "aliases"),
         *("probes", "leases", "registry"),
     }
 )

@@ -51,8 +51,8 @@ _DURATION_BOUNDS: Final = tuple(0.01 * 2**power for power in range(14))
 """OpenTelemetry's advice for whole requests: 10 ms doubling to 82 s."""
 _GAP_BOUNDS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 """OpenTelemetry's advice for time per output token."""
-_LAG_BOUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_LAG_EVERY_S: Final = 0.1
+_LAG_BOUNDS: Final = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_LAG_EVERY_S: Final = 0.05
 
 _Labels = TypeVar("_Labels", bound=tuple[str, ...])
 Read = Callable[[], Mapping[tuple[str, ...], float]]
@@ -68,6 +68,7 @@ class Telemetry:
         self._limiter_errors: Counter[str] = Counter()
         self._is_limited_locally = False
         self._client_retries = 0
+        self._overloaded = 0
         self._gaps = GapHistogram()
         self._lag = _Histogram(_LAG_BOUNDS)
         self._registry = CollectorRegistry()
@@ -90,6 +91,8 @@ class Telemetry:
             self._refusals[record.limit] += 1
         if record.client_retries:
             self._client_retries += 1
+        if record.error_code == "gateway_overloaded":
+            self._overloaded += 1
         if decision is None:
             return
         model = ending.model
@@ -113,6 +116,14 @@ class Telemetry:
     def upstream_failed(self, model: str, reason: str) -> None:
         """Count a try that came to nothing. `reason`: the code of the error it would have been."""
         self._model(model).upstream_errors[reason] += 1
+
+    def queue_wait(self, model: str, seconds: float) -> None:
+        """Count a wait that ended at a replica."""
+        self._model(model).queue_wait.observe(seconds)
+
+    def queue_refused(self, model: str, reason: str) -> None:
+        """Count a request that was not let through."""
+        self._model(model).queue_refusals[reason] += 1
 
     def limiter_mode(self, is_local: bool) -> None:
         self._is_limited_locally = is_local
@@ -177,6 +188,8 @@ class _Model:
         "name",
         "predicted",
         "prompt_tokens",
+        "queue_refusals",
+        "queue_wait",
         "reported",
         "retries",
         "ttft",
@@ -194,6 +207,8 @@ class _Model:
         self.reported = 0
         self.agreed = 0
         self.upstream_errors: Counter[str] = Counter()
+        self.queue_wait = _Histogram(_TTFT_BOUNDS)
+        self.queue_refusals: Counter[str] = Counter()
 
 
 class _Histogram:
@@ -252,6 +267,18 @@ class _Counts(Collector):
             "From the request's arrival to the end of its answer, of those that reached a replica.",
             [(name, model.duration) for name, model in models],
         )
+        yield _histograms(
+            "warmpath_queue_wait_seconds",
+            "Before a replica was free, of requests that had to wait and got one.",
+            [(name, model.queue_wait) for name, model in models],
+        )
+        refused = {(name, reason): n for name, model in models for reason, n in list(model.queue_refusals.items())}
+        yield _counters(
+            "warmpath_queue_refusals",
+            "Requests that no replica was free for: full, displaced by another tenant's, deadline, no_replica.",
+            ["model", "reason"],
+            refused,
+        )
         for name, (about, read) in _MODEL_COUNTERS.items():
             yield _counters(name, about, ["model"], {(label,): read(model) for label, model in models})
         failed = {(name, reason): n for name, model in models for reason, n in list(model.upstream_errors.items())}
@@ -277,6 +304,12 @@ class _Counts(Collector):
             "Requests that a client's SDK says it tried before.",
             [],
             {(): telemetry._client_retries},
+        )
+        yield _counters(
+            "warmpath_gateway_overloaded",
+            "Requests refused because the gateway had no descriptor, port or memory for a connection to a replica.",
+            [],
+            {(): telemetry._overloaded},
         )
         lag = HistogramMetricFamily("warmpath_event_loop_lag_seconds", "How late the event loop is.")
         telemetry._lag.add_to(lag, ())

@@ -26,6 +26,7 @@ from gateway.turns import Turns
 from gateway.upstream.contract import (
     ConnectFailed,
     ConnectRefused,
+    LocalExhaustion,
     Origin,
     Timeouts,
     Upstream,
@@ -78,6 +79,8 @@ class Watcher:
     ) -> None:
         self.transitions: Counter[tuple[str, str]] = Counter()
         """How often replicas of a model turned ``up`` or ``down``."""
+        self.on_frame: Callable[[], None] | None = None
+        """Called when a replica has told something new."""
         self._router = router
         self._upstream = upstream
         self._prompters = prompters
@@ -139,8 +142,10 @@ class Watcher:
                 if not retry.repeated:
                     trouble.over()
                 trouble.say(str(error) or type(error).__name__)
-                # A cut stream alone is no dead replica: it may be back at once. Silence or a refused connection is.
-                if retry.repeated or isinstance(error, (ConnectFailed, UpstreamTimeout)):
+                # A cut stream alone is no dead replica: it may be back at once. Silence or a refused connection is. Whether it
+                # lives cannot be seen while we have no descriptor to ask with.
+                dead = retry.repeated or isinstance(error, (ConnectFailed, UpstreamTimeout))
+                if dead and not isinstance(error, LocalExhaustion):
                     self._set_health(replica_id, False)
             except Exception:
                 _log.exception("watching replica %s failed", replica_id)
@@ -193,6 +198,8 @@ class Watcher:
         self._require_match(replica_id, sync)
         if sync is Sync.OK:
             self._set_health(replica_id, True)
+            if self.on_frame is not None:
+                self.on_frame()
         return sync is Sync.GAP
 
     async def _take_snapshot(self, replica_id: str, spec: ReplicaSpec) -> None:
@@ -244,6 +251,10 @@ class Watcher:
             try:
                 async with asyncio.timeout(self._probes.timeout_s):
                     await self._probe(replica_id, spec)
+            except LocalExhaustion as error:
+                trouble.say(str(error))  # we could not ask, so what was known stays
+                await asyncio.sleep(_FIRST_RETRY_S * 10)
+                continue
             except ConnectRefused as error:
                 trouble.say(type(error).__name__)
                 answer = Answer.NOBODY
