@@ -257,7 +257,7 @@ def build_gateway(settings: Settings, keys: KeyStore, source: SettingsSource | N
 
     def rates() -> RequestRates:
         per_s, failed_per_s = data.rates.per_s(time.monotonic())
-        return RequestRates(data.public.in_flight, None, per_s, failed_per_s)
+        return RequestRates(data.public.in_flight, len(data.admission), per_s, failed_per_s)
 
     def apply(new: Settings) -> None:
         knowledge.apply(new)
