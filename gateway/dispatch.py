@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -60,8 +59,7 @@ _STREAM_HEADERS: Final[tuple[Header, ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """A request that may run: authenticated, within its limits, with its prompt known."""
 
     request: GenerationRequest
@@ -82,8 +80,7 @@ class Job:
         return fingerprint(self.salt, self.request.body or self.request.path.encode())
 
 
-@dataclass(slots=True)
-class Record:
+class Record(msgspec.Struct):
     """What happened to a request: filled in as it happens, read once at its end by log, metrics and the decision ring."""
 
     request_id: str
@@ -102,8 +99,8 @@ class Record:
     tries: int = 0
     status: int = 0
     error_code: str = ""
-    queue_wait_s: float | None = None
-    """How long it waited for a replica to have room; None where it did not come to that."""
+    queued_s: float = 0.0
+    """What it waited before replicas that were all saturated."""
     first_byte_s: float | None = None
     """Of a generated answer; None of any other."""
     duration_s: float = 0.0

@@ -86,7 +86,9 @@ def start_ours(
     settings: Mapping[str, str] | None = None,
 ) -> Router:
     """With keys, a limit so high that it is only counted, an access log and traces. Its admin listener is at the next port.
-    `settings`: variables of its environment."""
+
+    `settings`: variables of its environment.
+    """
     admin_key = f"wpa-bench-{secrets.token_urlsafe(24)}"
     command = [sys.executable, "-m", "gateway", "serve", "--port", str(port), "--admin-port", str(port + 1)]
     command += ["--replicas", ",".join(urls), "--state-dir", str(folder / "state")]
@@ -100,7 +102,7 @@ def start_ours(
     process = stack.enter_context(running_process(command, folder / "ours.log", environment))
     admin, headers = f"http://127.0.0.1:{port + 1}/admin/v1", {"authorization": f"Bearer {admin_key}"}
     wait_serving(f"{admin}/replicas", process, headers)
-    asked = {"kind": "client", "name": "bench", "requests_per_minute": 1_000_000}
+    asked = {"kind": "client", "name": "bench", "limits": {"requests_per_minute": 1_000_000}}
     answer = httpx.post(f"{admin}/keys", json=asked, headers=headers, trust_env=False).raise_for_status().json()
     return Router("warmpath", port, process, answer["key"], port + 1, admin_key)
 

@@ -11,7 +11,7 @@ raise or make the arithmetic of others wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Final
 
@@ -66,8 +66,7 @@ class _Stage(Enum):
     RELEASED = "released"
 
 
-@dataclass(slots=True, eq=False)
-class Reservation:
+class Reservation(msgspec.Struct, eq=False):
     """The work one request promised to one replica. Made by `Router.begin`, ended by `Router.finish`."""
 
     replica: Replica
@@ -207,7 +206,7 @@ class Replica:
 
     @property
     def trust(self) -> Trust:
-        if self.stream.exact and self.indexed:
+        if self.indexed and self.stream.exact:
             return Trust.EXACT
         return Trust.BLIND if self.mismatch or not self.settings.learned_tokens else Trust.LEARNING
 

@@ -45,8 +45,7 @@ class UnknownReplica(LookupError):
     """There is no such replica."""
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(msgspec.Struct, frozen=True):
     """A prompt, as far as routing needs to know it."""
 
     model: str
@@ -438,16 +437,23 @@ class Router:
         """Every replica of the pool in seconds, and w."""
         settings = self._settings
         num_tokens, exclude = query.num_tokens, query.exclude
-        block_tokens = members.block_tokens
         most_matched = max(num_tokens - 1, 0)  # where tokens are unknown, both are estimates
         depths = members.index.match(query.names, members.matchable(num_tokens, query.num_bytes))
         usual_rate = members.usual_rate(settings.prefill_tok_s)
         fixed_s = members.usual_fixed_s(settings.fixed_s)
         least_wait = math.inf
+        # Equal replicas measure apart, by what else their machines do and by the prompts that they got. A rate near that of
+        # its peers is therefore taken for theirs: at face value it would move talks from one to the other for nothing, and a
+        # replica that once looked slow would get no prompt that could show otherwise.
+        slowest, fastest = usual_rate / settings.same_rate_within, usual_rate * settings.same_rate_within
         rows = []
         for replica in members.replicas.values():
-            rate = members.rate_of(replica, usual_rate, settings.same_rate_within)
-            matched = min(int(depths.get(replica.holding.slot, 0) * block_tokens), most_matched)
+            rate = replica.rate
+            if rate is None or slowest <= rate <= fastest:
+                rate = usual_rate
+            matched = 0
+            if depths and (depth := depths.get(replica.holding.slot)):
+                matched = min(members.tokens_of(depth), most_matched)
             wait = replica.wait_s(now, rate)
             why_not = "excluded" if replica.id in exclude else replica.why_not(now)
             if not why_not and wait < least_wait:
@@ -474,9 +480,10 @@ class Router:
         return candidates, w
 
     def _turn(self, members: Members, query: Query, draw: float) -> Turn:
+        settings = self._settings
         place = min(KEY_TOKENS // members.record.block_size, len(query.names))
         key = query.names[place - 1] if place else 0
-        return Turn(draw, self._begun, self._settings.tie_ratio, key, self._settings.saturated_s)
+        return Turn(draw, self._begun, settings.tie_ratio, key, settings.saturated_s)
 
     def _refusal(self, members: Members, candidates: Sequence[Candidate], now: float) -> Unroutable | None:
         """Why nobody may take the prompt; None when that is only because all were ejected."""

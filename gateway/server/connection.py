@@ -221,14 +221,18 @@ class Connection(asyncio.Protocol):
     # --- the parser
 
     def _feed(self, data: bytes) -> None:
+        if len(data) <= _PIECE_BYTES:
+            self._parse(data)
+            return
+        view = memoryview(data)
         start = 0
         while start < len(data):
             is_plain = self._receiving is not None and not self._head.is_chunked
             end = len(data) if is_plain else start + _PIECE_BYTES
-            self._parse(data[start:end])
+            self._parse(view[start:end])
             start = end
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: bytes | memoryview) -> None:
         self._unaccounted_bytes += len(data)
         num_bytes, head = len(data), self._head
         while True:
