@@ -243,6 +243,19 @@ class Replica:
             return (max(backlog, 0.0) + self.unadmitted_tokens) / rate + max(load.running, 0) * self._running_s(load)
         return self._own_backlog(now, rate) / rate + (self.inflight - len(self._prefilling)) * self.settings.running_s
 
+    def holds(self, uncached_tokens: int, now: float) -> bool:
+        """Whether its KV cache has room for so many more tokens beside what runs and waits there. True where it does not
+        tell, and for a prompt that it can never hold: that one it refuses.
+        """
+        load, hello = self.load, self.hello
+        if load is None or hello is None or now >= self._load_until:
+            return True
+        capacity = hello.capacity_blocks * hello.block_size
+        promised = self.unadmitted_tokens + (load.waiting_uncached_tokens if load.waiting > 0 else 0)
+        if uncached_tokens > capacity:
+            return True
+        return load.kv_used_blocks * hello.block_size + promised + uncached_tokens <= capacity
+
     def _own_backlog(self, now: float, rate: float) -> float:
         """Tokens left of what we promised, where the replica does not tell: in order of arrival, the first one under way."""
         if not self._prefilling:

@@ -57,6 +57,8 @@ class Query(msgspec.Struct, frozen=True):
     """Replicas that were tried already."""
     streamed: bool = True
     """False when the answer's first byte comes only with its last token, so that its time tells nothing of the prefill."""
+    backlog_tokens: int = 0
+    """Prompt tokens that wait before the fleet: they raise w as if the replicas had them."""
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -68,6 +70,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     w: float
     policy: PolicyName
     candidates: tuple[Candidate, ...]
+    wait_s: float = 0.0
+    """Predicted, at the chosen one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +290,29 @@ class Router:
             w,
             self._settings.policy,
             candidates,
+            chosen.wait_s,
         )
+
+    def is_saturated(self, decision: Decision, within_s: float, now: float) -> bool:
+        """Whether a prompt decided on at `now` should rather wait before the fleet: on every replica that could take it, it
+        would wait longer than `within_s`, or the KV cache has no room for it.
+
+        O(1) while the chosen one is free.
+        """
+        uncached_tokens = decision.prompt_tokens - decision.matched_tokens
+        if decision.wait_s <= within_s and self._known(decision.replica_id).holds(uncached_tokens, now):
+            return False
+        return not any(
+            each.eligible and each.wait_s <= within_s and self._known(each.replica).holds(each.uncached_tokens, now)
+            for each in decision.candidates
+        )
+
+    def prefill_tok_s(self, model: str) -> float:
+        """Of a usual replica of the model, as measured, else as set."""
+        members = self._pools.get(model)
+        replicas = tuple(members.replicas.values()) if members is not None else ()  # metrics are read in another thread
+        known = [replica.rate for replica in replicas if replica.rate is not None]
+        return sum(known) / len(known) if known else self._settings.prefill_tok_s
 
     def begin(self, decision: Decision, query: Query, request_id: str, now: float) -> Reservation:
         """The prompt is about to be sent: its work is promised and its blocks are expected there from now on.
@@ -459,6 +485,8 @@ class Router:
             if not why_not and wait < least_wait:
                 least_wait = wait
             rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + fixed_s))
+        if query.backlog_tokens:
+            least_wait += query.backlog_tokens / (usual_rate * len(rows))
         w = 1.0 if least_wait == math.inf else min(1.0 + settings.w_per_wait_s * least_wait, settings.max_w)
         candidates = tuple(
             [

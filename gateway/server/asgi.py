@@ -7,6 +7,7 @@ Starlette app behind them.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 from collections.abc import Callable, Iterable
@@ -160,6 +161,8 @@ class Reply:
         """Of the answer, whatever it will be."""
         self.status: int | None = None
         """None until the status line went out: until then every ending is still possible."""
+        self.streams = False
+        """Whether it goes out in pieces, each of which is whole by itself."""
         self.complete = False
         """Whether its last byte was handed to the server."""
 
@@ -174,6 +177,7 @@ class Reply:
         self.status = status  # not before: a start that is cancelled while it waits for a slow client has not begun
 
     async def chunk(self, data: bytes) -> None:
+        self.streams = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
@@ -200,7 +204,7 @@ def error_headers(error: ApiError) -> list[Header]:
     if error.retry_after_s is not None:
         seconds = max(error.retry_after_s, 0.001)
         headers += [
-            (b"retry-after", str(max(1, round(seconds))).encode()),
+            (b"retry-after", str(math.ceil(seconds)).encode()),
             (b"retry-after-ms", str(max(1, round(seconds * 1000))).encode()),
         ]
     return headers

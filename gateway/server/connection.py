@@ -69,6 +69,8 @@ class Hub(Protocol):
 
     limits: ListenerLimits
     refused: Counter[str]
+    draining: bool
+    """Whether each answer closes its connection."""
 
     def opened(self, connection: Connection) -> bool:
         """Whether there is room for one more. Either way `closed` is due."""
@@ -182,6 +184,12 @@ class Connection(asyncio.Protocol):
 
     # --- called by the hub
 
+    def close_after_answers(self) -> None:
+        """The requests that are here are the last ones."""
+        last = self._pipelined[-1] if self._pipelined else self._current
+        if last is not None:
+            last.keep_alive = False
+
     def check(self, now: float) -> None:
         """End what has lasted too long."""
         limits = self._limits
@@ -267,7 +275,7 @@ class Connection(asyncio.Protocol):
         cycle = self._receiving = Cycle(
             self,
             scope,
-            keep_alive=version == "1.1" and parser.should_keep_alive() and not self._stopping,
+            keep_alive=version == "1.1" and parser.should_keep_alive() and not (self._stopping or self._hub.draining),
             expects_continue=self._head.expects_continue,
         )
         self._body_bytes = 0
