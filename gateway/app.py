@@ -35,11 +35,13 @@ from gateway.admin.bodies import DecisionBody, decision_body
 from gateway.admin.context import AdminContext, Insight
 from gateway.admin.registry import Registry
 from gateway.admin.routes import admin_app
+from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
-from gateway.keys import KeyKind, KeyStore
+from gateway.keys import KeyKind, KeyStore, RingSource
+from gateway.keys.opening import open_key_store
 from gateway.limiting import build_limiter, limit_rules, limiter_running
 from gateway.limits import LedgerLink, Limiter
 from gateway.model_cards import ModelCards
@@ -47,7 +49,6 @@ from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.processes.bus import Bus
 from gateway.processes.control import Start, encode, settings_bytes
-from gateway.processes.key_copy import encode_keys
 from gateway.processes.members import members_of
 from gateway.processes.merged_metrics import families_of
 from gateway.processes.messages import Batch, Message
@@ -192,15 +193,15 @@ class Gateway:
     async def background(self) -> AsyncIterator[None]:
         """Watches replicas and ends leases while the block runs."""
         try:
-            async with self.data.background(), self.control.background(self.settings):
+            async with self.data.background(), self.control.background(self.settings), self.keys.following():
                 yield
         finally:
             await self.knowledge.aclose()
+            await self.keys.aclose()
 
 
-def build_gateway(settings: Settings) -> Gateway:
-    """Raises `KeyStoreError` or OSError when the state folder cannot be used."""
-    keys = KeyStore.open(settings.state_dir)
+def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
+    """`Gateway.background` closes `keys`."""
     knowledge = build_knowledge(settings, Router(settings.routing.router_settings))
     data = build_data_plane(settings, knowledge, keys, None, Homes(), Quarantine())
 
@@ -233,7 +234,7 @@ def build_knowledge(settings: Settings, router: Router) -> Knowledge:
 def build_data_plane(
     settings: Settings,
     knowledge: Knowledge,
-    keys: KeyStore,
+    keys: RingSource,
     ledger: LedgerLink | None,
     homes: Homes,
     quarantine: Quarantine,
@@ -260,7 +261,7 @@ def build_data_plane(
         )
     counts = settings.telemetry.metrics
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
-    client_keys = None if settings.server.open else keys
+    authenticator = None if settings.server.open else Authenticator(keys, clock=clock, wall_clock=time.time)
 
     def finished(record: Record) -> None:
         if counts:
@@ -275,15 +276,15 @@ def build_data_plane(
         public_app(
             knowledge.router,
             knowledge.cards,
-            client_keys,
+            authenticator,
             unix_time=lambda moment: moment + time.time() - clock(),
         ),
         router=knowledge.router,
         access=Access(
-            keys=client_keys,
+            authenticator=authenticator,
             rules=limit_rules(settings),
             limiter=limiter,
-            salt_for=keys.salt_for,
+            salt_for=lambda group: keys.ring.salt_for(group),
         ),
         cards=knowledge.cards,
         preparer=knowledge.preparer,
@@ -416,8 +417,8 @@ async def _run_alone(settings: Settings) -> None:
         listening(settings.server.host, settings.server.port) as public_socket,
         listening(settings.admin.host, settings.admin.port) as admin_socket,
     ):
-        gateway = build_gateway(settings)
-        _first_keys(gateway.keys, settings)
+        gateway = build_gateway(settings, await open_key_store(settings))
+        await _first_keys(gateway.keys, is_open=settings.server.open)
         grace_s = settings.server.grace_s
         servers = [
             make_server(gateway.public, Listener(settings.server.limits), grace_s),
@@ -443,8 +444,8 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
         listening(settings.admin.host, settings.admin.port) as admin_socket,
         tempfile.TemporaryDirectory(prefix="warmpath-") as bus_folder,  # only this user may enter it
     ):
-        keys = KeyStore.open(settings.state_dir)
-        _first_keys(keys, settings)
+        keys = await open_key_store(settings)
+        await _first_keys(keys, is_open=settings.server.open)
 
         def hear(batch: Batch) -> None:
             for message in batch.messages:
@@ -474,7 +475,7 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
                 port=port,
                 bus_folder=bus_folder,
                 peers=list(peers),
-                keys=encode_keys(keys),
+                keys=keys.ring.encode(),
                 members=members_of(control.registry, router),
                 healthy=[view.id for view in views if view.healthy],
                 exact=[view.id for view in views if view.trust is Trust.EXACT],
@@ -490,7 +491,7 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
             log=(log_level, settings.log.format),
             start_of=start_of,
             state=lambda: {
-                "keys": encode_keys(keys),
+                "keys": keys.ring.encode(),
                 "members": encode(members_of(control.registry, router)),
             },
             on_processes=on_processes,
@@ -525,7 +526,7 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
         spare_collections()
         bus.start()
         try:
-            async with control.background(settings):
+            async with control.background(settings), keys.following():
                 serving = asyncio.create_task(server.serve([admin_socket]))
                 try:
                     await supervisor.run()
@@ -534,17 +535,15 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
                     await serving
         finally:
             await knowledge.aclose()
+            await keys.aclose()
             bus.close()
 
 
-def _first_keys(keys: KeyStore, settings: Settings) -> None:
-    """Take the keys of the operator's choice; where there are none at all, make them and show them, once."""
-    if settings.admin.key is not None:
-        keys.adopt(settings.admin.key.get_secret_value(), "admin", name="settings")
-    if settings.admin.join_token is not None:
-        keys.adopt(settings.admin.join_token.get_secret_value(), "join", name="settings")
+async def _first_keys(keys: KeyStore, *, is_open: bool) -> None:
+    """Where there are none at all, make them and show them, once."""
     wanted: dict[KeyKind, str] = {"admin": "admin key", "join": "join token for workers", "client": "client key"}
+    if is_open:
+        del wanted["client"]
     for kind, what in wanted.items():
-        if not keys.usable(kind) and not (kind == "client" and settings.server.open):
-            _, text = keys.create(kind, name="first")
+        if (text := await keys.create_first(kind, name="first")) is not None:
             click.echo(f"{what} (shown this once): {text}")

@@ -11,21 +11,20 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Final, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api_error import ApiError
+from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Job, Record
 from gateway.failures import unroutable, unsupported
 from gateway.homes import Home, Homes
-from gateway.keys import KeyRecord, KeyStore
+from gateway.keys import KeyRecord, KeyScope
 from gateway.limits import (
     LOCAL_HEADER,
     Caller,
     Limiter,
-    Quota,
     Refused,
     Rules,
     limit_headers,
@@ -60,6 +59,15 @@ PUBLIC_GROUP: Final = "public"
 """The sharing group, and the tenant, of everyone when the gateway is open."""
 _OWN_WORKERS_LACK: Final = frozenset({"/v1/embeddings", "/v1/responses"})
 _TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
+_SCOPES: Final[dict[str, KeyScope]] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "tokenize",
+}
+"""What a key needs for each of `ENDPOINTS`."""
 _MAX_RETRY_DIGITS: Final = 3
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
@@ -69,9 +77,9 @@ _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use the gateway. `keys` is None when it is open to everyone who reaches it."""
+    """Who may use the gateway. `authenticator` is None when it is open to everyone who reaches it."""
 
-    keys: KeyStore | None
+    authenticator: Authenticator | None
     rules: Rules
     limiter: Limiter
     salt_for: Callable[[str], str]
@@ -157,7 +165,7 @@ class HotPath:
     async def _answer(
         self, scope: Scope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
     ) -> None:
-        key = authenticate(self._access.keys, scope)
+        key = authenticate(self._access.authenticator, scope, _SCOPES[record.endpoint])
         owner = record.tenant = key.tenant if key is not None else PUBLIC_GROUP
         if key is not None:
             record.key_id = key.id
@@ -173,7 +181,7 @@ class HotPath:
             request = parse_request(cast(Endpoint, scope["path"]), body, open_access=key is None)
             if request.follows is not None and (known := self._home(owner, request.follows)) is not None:
                 home = known.replica_id if known.model == request.model else None
-        pool = self._pool(request)
+        pool = self._pool(request, key)
         record.model = request.model
         record.stream = request.stream
         salt = self._access.salt_for(key.group if key is not None else PUBLIC_GROUP)
@@ -224,7 +232,7 @@ class HotPath:
     def _caller(self, key: KeyRecord | None, tenant: str) -> Caller:
         if key is None:
             return self._access.rules.caller(None, None, tenant)
-        return self._access.rules.caller(key.id, _quota(key), tenant)
+        return self._access.rules.caller(key.id, key.limits, tenant)
 
     async def _admit(
         self, caller: Caller, request: GenerationRequest, prompt: PreparedPrompt, reply: Reply, record: Record
@@ -260,22 +268,15 @@ class HotPath:
         except UnknownReplica:
             return None
 
-    def _pool(self, request: GenerationRequest) -> Pool:
+    def _pool(self, request: GenerationRequest, key: KeyRecord | None) -> Pool:
         pool = self._router.pool(request.model)
-        if pool is None:
+        if pool is None or (
+            key is not None and not key.may_ask(request.model)
+        ):  # one answer: nobody learns what there is
             raise unroutable(self._router.unserved(), request.model)
         if pool.key_space == "tokens" and request.endpoint in _OWN_WORKERS_LACK:
             raise unsupported(request)
         return pool
-
-
-def _quota(key: KeyRecord) -> Quota | None:
-    return _quotas(key.requests_per_minute)
-
-
-@cache
-def _quotas(requests_per_minute: int | None) -> Quota | None:
-    return None if requests_per_minute is None else Quota(requests_per_minute=requests_per_minute)
 
 
 def _refuse(refused: Refused, reply: Reply, record: Record) -> ApiError:
@@ -290,16 +291,15 @@ def _error_event(endpoint: str, error: ApiError) -> bytes:
     return error_event(error.message, code=error.code, type_=error.type)
 
 
-def authenticate(keys: KeyStore | None, scope: Scope) -> KeyRecord | None:
-    """The caller's key; None when the gateway is open. Raises `ApiError` 401 for everything that is no valid key."""
-    if keys is None:
+def authenticate(authenticator: Authenticator | None, scope: Scope, needs: KeyScope) -> KeyRecord | None:
+    """The caller's key; None when the gateway is open. Raises `ApiError`: 401 for everything that is no valid client key, 403
+    for one that may not use what it `needs` here.
+    """
+    if authenticator is None:
         return None
-    try:
-        key = keys.verify(header(scope, b"authorization") or b"", "client")
-    except ApiError:
-        key = None
-    if key is None:
-        raise ApiError(401, "invalid_api_key", "Incorrect API key provided.")
+    key = authenticator.client(scope)
+    if not key.may_use(needs):
+        raise ApiError(403, "insufficient_permissions", f"This key does not have the scope '{needs}'.")
     return key
 
 

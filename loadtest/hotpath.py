@@ -196,7 +196,7 @@ def _start_ours(stack: contextlib.ExitStack, folder: Path, urls: Sequence[str], 
     process = stack.enter_context(running_process(command, folder / "ours.log", environment))
     admin, headers = f"http://127.0.0.1:{port + 1}/admin/v1", {"authorization": f"Bearer {admin_key}"}
     _wait(f"{admin}/replicas", process, headers)
-    asked = {"kind": "client", "name": "bench", "requests_per_minute": 1_000_000}
+    asked = {"kind": "client", "name": "bench", "limits": {"requests_per_minute": 1_000_000}}
     answer = httpx.post(f"{admin}/keys", json=asked, headers=headers, trust_env=False).raise_for_status().json()
     return Router("warmpath", port, process, answer["key"])
 

@@ -21,10 +21,10 @@ from typing import Final
 import uvloop
 
 from gateway.app import DataPlane, Knowledge, build_data_plane, build_knowledge, unready
+from gateway.keys import KeyRing, RingHolder
 from gateway.processes.bus import Bus
 from gateway.processes.channel import Channel
 from gateway.processes.control import IDS, MEMBERS, Start, decode_start, encode, settings_of
-from gateway.processes.key_copy import decode_keys
 from gateway.processes.members import Member, Membership
 from gateway.processes.merged_metrics import families_of
 from gateway.processes.messages import Batch, Crashed, HomeMade, Message
@@ -63,7 +63,7 @@ class _DataProcess:
         self._homes = SharedHomes(bus.post_now, bus.catch_up)
         self._quarantine = SharedQuarantine(bus.post_now)
         self._knowledge: Knowledge = build_knowledge(settings, self._router)
-        self.keys = decode_keys(start.keys)
+        self.keys = RingHolder(KeyRing.decode(start.keys))
         self.plane: DataPlane = build_data_plane(
             settings, self._knowledge, self.keys, None, self._homes, self._quarantine
         )
@@ -107,7 +107,7 @@ class _DataProcess:
         self._membership.take_over(members)
 
     def take_keys(self, data: bytes) -> None:
-        self.keys._records = decode_keys(data)._records
+        self.keys.ring = KeyRing.decode(data)
 
     def set_peers(self, processes: Sequence[int]) -> None:
         self._router.set_processes(processes, self._clock())

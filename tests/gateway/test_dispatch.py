@@ -57,7 +57,7 @@ async def test_usage_is_asked_for_in_every_stream_and_stripped_for_those_who_did
 async def test_the_decision_is_shown_to_debug_keys_only(tmp_path: Path) -> None:
     async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
         shown = await running.chat()
-        _, running.key = running.gateway.keys.create("client", name="plain")
+        _, running.key = await running.gateway.keys.create("client", name="plain")
         hidden = await running.chat()
 
         assert 'replica="127-0-0-1-' in shown.headers["x-warmpath-decision"]
@@ -165,7 +165,7 @@ async def test_a_request_that_two_replicas_did_not_survive_is_not_tried_again(tm
             replica.answer = says("hi")
         again = await running.chat("poison")
         other = await running.chat("harmless")
-        _, running.key = running.gateway.keys.create("client", name="other", tenant="other")
+        _, running.key = await running.gateway.keys.create("client", name="other", tenant="other")
         others = await running.chat("poison")
 
         assert (first.status_code, again.status_code) == (500, 422)

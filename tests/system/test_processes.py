@@ -50,8 +50,9 @@ class Served:
         return httpx.Client(base_url=f"{self.admin_url}/admin/v1", headers=headers, timeout=10, trust_env=False)
 
     def new_key(self, **fields: Any) -> dict[str, Any]:
+        body = {"name": f"test-{secrets.token_hex(4)}", **fields}
         with self.admin as admin:
-            made: dict[str, Any] = admin.post("/keys", json={"name": "test", **fields}).raise_for_status().json()
+            made: dict[str, Any] = admin.post("/keys", json=body).raise_for_status().json()
         return made
 
     def client(self, key: str = "") -> httpx.AsyncClient:

@@ -182,7 +182,7 @@ def used_by(running: Running, subject: str) -> tuple[int, ...]:
 async def test_what_each_ending_is_charged_for(tmp_path: Path, ending: str) -> None:
     case = CASES[ending]
     async with stub(says("hi")) as replica, gateway(tmp_path, replica, **SETTINGS) as running:
-        key, running.key = running.gateway.keys.create("client", name="ending", tenant="blue", debug=True)
+        key, running.key = await running.gateway.keys.create("client", name="ending", tenant="blue", debug=True)
         prompt_tokens = prompt_tokens_of(await running.chat())
         body = case.body[:-1] + b',"stream":true}' if case.stream else case.body
         replica.answer = case.answer
