@@ -4,8 +4,8 @@
     DataPlane      what clients speak to: of a whole gateway, and of each data process
     ControlPlane   keys, leases, admin API: of a whole gateway, and of a supervisor
 
-Order of the end: the listeners stop accepting and give running answers `grace_s`; then nothing needs the watcher, the
-upstream connections and the thread that tokenizes, and they are closed.
+Order of the end: the client listener stops as `gateway.shutdown` says, then the admin listener; then nothing needs the watcher,
+the upstream connections and the thread that tokenizes, and they are closed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from gateway.admin.bodies import DecisionBody, decision_body
 from gateway.admin.context import AdminContext, Insight
 from gateway.admin.registry import Registry
 from gateway.admin.routes import admin_app
+from gateway.admission import Admission
 from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
@@ -55,15 +56,18 @@ from gateway.processes.messages import Batch, Message
 from gateway.processes.shared_router import SharedRouter
 from gateway.processes.supervisor import Supervisor, announcing
 from gateway.public import public_app
+from gateway.queue_gauges import queue_gauges
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.serving import ask_to_stop, bound, listening, make_server, spare_collections
+from gateway.serving import bound, listening, make_server, spare_collections
 from gateway.settings import Settings, TracingSettings
+from gateway.shutdown import ClientServer
 from gateway.telemetry import Telemetry, render
 from gateway.tokenizing import Tokenizing
-from gateway.tracing import Tracer, otlp_export
-from gateway.upstream.contract import Timeouts
+from gateway.tracing import SpanExport, Tracer
+from gateway.upstream.contract import Timeouts, Upstream
 from gateway.upstream.http1 import Http1Upstream
+from gateway.upstream.httpx_upstream import HttpxUpstream
 from gateway.watch import Watcher
 from router import Decision, ReplicaView, Router, Trust, Unroutable
 
@@ -76,6 +80,7 @@ __all__ = [
     "build_data_plane",
     "build_gateway",
     "build_knowledge",
+    "client_server",
     "run",
     "unready",
 ]
@@ -94,7 +99,7 @@ class Knowledge:
 
     router: Router
     watcher: Watcher
-    upstream: Http1Upstream
+    upstream: Upstream
     prompters: Prompters
     cards: ModelCards
     preparer: Preparer
@@ -111,6 +116,7 @@ class DataPlane:
     """What clients speak to, and what became of their requests."""
 
     public: HotPath
+    admission: Admission
     limiter: Limiter
     telemetry: Telemetry
     tracer: Tracer
@@ -127,6 +133,7 @@ class DataPlane:
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+            self.admission.close()
             await self.tracer.aclose()
             if self.access_log is not None:
                 await asyncio.to_thread(self.access_log.close)
@@ -172,9 +179,11 @@ class Gateway:
     knowledge: Knowledge
     data: DataPlane
     control: ControlPlane
+    stopping: asyncio.Event
+    """Set when it should get no new requests, because it is to end."""
 
     @property
-    def public(self) -> ASGIApp:
+    def public(self) -> HotPath:
         return self.data.public
 
     @property
@@ -182,7 +191,7 @@ class Gateway:
         return self.control.admin
 
     @property
-    def upstream(self) -> Http1Upstream:
+    def upstream(self) -> Upstream:
         return self.knowledge.upstream
 
     @property
@@ -212,13 +221,19 @@ def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
     async def decisions() -> list[DecisionBody]:
         return data.decision_bodies()
 
-    insight = Insight(metrics=metrics, decisions=decisions, unready=lambda: unready(knowledge.router))
+    stopping = asyncio.Event()
+    insight = Insight(
+        metrics=metrics,
+        decisions=decisions,
+        unready=lambda: "The gateway is stopping." if stopping.is_set() else unready(knowledge.router),
+    )
     control = build_control_plane(settings, knowledge, keys, insight)
-    return Gateway(settings, keys, knowledge, data, control)
+    return Gateway(settings, keys, knowledge, data, control, stopping)
 
 
 def build_knowledge(settings: Settings, router: Router) -> Knowledge:
-    upstream, prompters, cards = Http1Upstream(), Prompters(), ModelCards()
+    upstream: Upstream = Http1Upstream() if settings.upstream.transport == "native" else HttpxUpstream()
+    prompters, cards = Prompters(), ModelCards()
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
     return Knowledge(
         router=router,
@@ -259,7 +274,26 @@ def build_data_plane(
             (),
             lambda: {(): access_log.num_dropped},
         )
+    upstream = knowledge.upstream
+    telemetry.register(
+        "gauge",
+        "warmpath_upstream_connections",
+        "Connections to replicas: with a request on them, or kept for the next one.",
+        ["state"],
+        lambda: {("in_use",): upstream.in_use, ("idle",): upstream.idle},
+    )
     counts = settings.telemetry.metrics
+    admission = Admission(
+        knowledge.router,
+        settings.admission.gate_settings,
+        clock=clock,
+        draw=random.random,
+        on_wait=telemetry.queue_wait,
+        on_refusal=telemetry.queue_refused,
+    )
+    knowledge.watcher.on_frame = admission.heard
+    for name, about, labels, read in queue_gauges(admission):
+        telemetry.register("gauge", name, about, labels, read)
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
     authenticator = None if settings.server.open else Authenticator(keys, clock=clock, wall_clock=time.time)
 
@@ -294,6 +328,7 @@ def build_data_plane(
             knowledge.router,
             knowledge.upstream,
             homes,
+            admission,
             quarantine,
             timeouts=Timeouts(
                 connect_s=settings.stream.connect_s,
@@ -307,12 +342,13 @@ def build_data_plane(
             on_gap=telemetry.gap if counts else _count_nothing,
             on_failed_try=telemetry.upstream_failed if counts else _count_nothing,
         ),
+        tenants={name: tenant.standing for name, tenant in settings.tenants.items()},
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
         begin_trace=tracer.begin,
         on_finish=finished,
     )
-    return DataPlane(hot_path, limiter, telemetry, tracer, access_log, decisions)
+    return DataPlane(hot_path, admission, limiter, telemetry, tracer, access_log, decisions)
 
 
 def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore, insight: Insight) -> ControlPlane:
@@ -326,7 +362,12 @@ def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore
         stop_watch=watcher.stop,
     )
     explainer = _Explainer(
-        router, knowledge.preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
+        router,
+        settings.admission.max_wait_s,
+        knowledge.preparer,
+        keys,
+        PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP,
+        random.random,
     )
     context = AdminContext(
         settings=settings,
@@ -344,9 +385,11 @@ def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore
 
 
 def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Tracer:
-    export = None
+    export: SpanExport | None = None
     if settings.exporter == "otlp":
-        export = otlp_export(
+        from gateway.otlp import OtlpExport  # 0.3 s and 30 MB, which only who wants traces should pay
+
+        export = OtlpExport(
             endpoint=settings.endpoint,
             service_name=settings.service_name,
             version=importlib.metadata.version("warmpath"),
@@ -366,22 +409,26 @@ def _count_nothing(model: str, value: object) -> None:
 @dataclass(frozen=True, slots=True)
 class _Explainer:
     router: Router
+    max_wait_s: float
     preparer: Preparer
     keys: KeyStore
     default_group: str
     draw: Callable[[], float]
 
-    async def explain(self, body: bytes, group: str | None) -> Decision:
-        """Where a request with this body would go now; nothing is sent or promised. Raises `ApiError`."""
+    async def explain(self, body: bytes, group: str | None) -> tuple[Decision, bool]:
+        """Where a request with this body would go now, and whether it would wait before, because every replica is saturated;
+        nothing is sent or promised. Raises `ApiError`.
+        """
         request = parse_request(_endpoint_of(body), body, open_access=True)
         pool = self.router.pool(request.model)
         if pool is None:
             raise unroutable(self.router.unserved(), request.model)
         prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or self.default_group))
-        decision = self.router.route(prompt.query(request), time.monotonic(), self.draw())
+        now = time.monotonic()
+        decision = self.router.route(prompt.query(request), now, self.draw())
         if isinstance(decision, Unroutable):
             raise unroutable(decision, request.model)
-        return decision
+        return decision, self.router.is_saturated(decision, self.max_wait_s, now)
 
 
 class _Shape(msgspec.Struct):
@@ -412,6 +459,24 @@ async def run(settings: Settings, log_level: str) -> None:
         await _run_supervisor(settings, log_level)
 
 
+def client_server(settings: Settings, data: DataPlane) -> ClientServer:
+    """The server that clients of this process speak to, and what metrics tell of it."""
+    listener, loop = Listener(settings.server.limits), asyncio.get_running_loop()
+    data.telemetry.register(
+        "gauge", "warmpath_client_connections", "Connections of clients.", [], lambda: {(): listener.num_connections}
+    )
+    data.telemetry.register(
+        "gauge", "warmpath_tasks", "Tasks of the event loop.", [], lambda: {(): len(asyncio.all_tasks(loop))}
+    )
+    return ClientServer(
+        make_server(data.public, listener, settings.server.grace_s),
+        listener,
+        drain_s=settings.server.drain_s,
+        grace_s=settings.server.grace_s,
+        cut=data.public.cut,
+    )
+
+
 async def _run_alone(settings: Settings) -> None:
     with (
         listening(settings.server.host, settings.server.port) as public_socket,
@@ -419,14 +484,18 @@ async def _run_alone(settings: Settings) -> None:
     ):
         gateway = build_gateway(settings, await open_key_store(settings))
         await _first_keys(gateway.keys, is_open=settings.server.open)
-        grace_s = settings.server.grace_s
-        servers = [
-            make_server(gateway.public, Listener(settings.server.limits), grace_s),
-            make_server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), grace_s),
-        ]
+        public = client_server(settings, gateway.data)
+        admin = make_server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), 0.0)
+
+        def stop() -> None:
+            gateway.stopping.set()
+            if public.is_stopping:
+                admin.force_exit = True
+            public.stop()
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ask_to_stop, servers)
+            loop.add_signal_handler(number, stop)
         _log.info(
             "serving http://%s:%d/v1, admin http://%s:%d",
             *public_socket.getsockname()[:2],
@@ -434,7 +503,12 @@ async def _run_alone(settings: Settings) -> None:
         )
         spare_collections()
         async with gateway.background():
-            await asyncio.gather(servers[0].serve([public_socket]), servers[1].serve([admin_socket]))
+            serving = asyncio.create_task(admin.serve([admin_socket]))
+            try:
+                await public.serve(public_socket)
+            finally:
+                admin.should_exit = True
+                await serving
 
 
 async def _run_supervisor(settings: Settings, log_level: str) -> None:

@@ -7,9 +7,11 @@ becomes one answer in OpenAI's shape here, at the edge.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -18,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api_error import ApiError
 from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Job, Record
-from gateway.failures import unroutable, unsupported
+from gateway.failures import shutting_down, unroutable, unsupported
 from gateway.homes import Home, Homes
 from gateway.keys import KeyRecord, KeyScope
 from gateway.limits import (
@@ -48,6 +50,7 @@ from gateway.server.asgi import (
 from gateway.spending import Spending
 from gateway.sse import error_event
 from gateway.stored import StoredCall, parse_stored_call
+from gateway.tenants import Standing, priority_asked
 from gateway.tokenizing import Tokenizing
 from gateway.tracing import Trace
 from router import Pool, Router, UnknownReplica
@@ -68,9 +71,12 @@ _SCOPES: Final[dict[str, KeyScope]] = {
     "/detokenize": "tokenize",
 }
 """What a key needs for each of `ENDPOINTS`."""
+_LAST_WORDS_S: Final = 1.0
+"""A client that does not take them in time has stopped reading."""
 _MAX_RETRY_DIGITS: Final = 3
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
+_USUAL: Final = Standing()
 _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
 """Of a request that fills no cache: it goes where it waits least."""
 
@@ -97,12 +103,15 @@ class HotPath:
         tokenizing: Tokenizing,
         dispatcher: Dispatcher,
         homes: Homes,
+        tenants: Mapping[str, Standing],
         max_body_bytes: int,
         clock: Callable[[], float],
         begin_trace: Callable[[Iterable[Header]], Trace],
         on_finish: Callable[[Record], None],
     ) -> None:
-        """`rest` serves every other route. `on_finish` is called once for each request that came to one of ours."""
+        """`rest` serves every other route. `tenants`: those that stand otherwise than usual. `on_finish` is called once for
+        each request that came to one of ours.
+        """
         self._rest = rest
         self._router = router
         self._access = access
@@ -111,12 +120,24 @@ class HotPath:
         self._tokenizing = tokenizing
         self._dispatcher = dispatcher
         self._homes = homes
+        self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._begin_trace = begin_trace
         self._on_finish = on_finish
-        self.in_flight = 0
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_cut = False
+
+    @property
+    def in_flight(self) -> int:
         """Requests being answered."""
+        return len(self._running)
+
+    def cut(self) -> None:
+        """End every answer that still runs with a clear error: this process is about to end."""
+        self._is_cut = True
+        for task in self._running:
+            task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -137,7 +158,8 @@ class HotPath:
             method=scope["method"],
             client_retries=_client_retries(scope),
         )
-        self.in_flight += 1
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._running.add(task)
         try:
             await self._answer(scope, receive, reply, record, stored)
             record.status = reply.status or 0
@@ -148,6 +170,11 @@ class HotPath:
             else:  # committed while it waited for its first token
                 await reply.end(_error_event(record.endpoint, error))
             record.status = reply.status or 0
+        except asyncio.CancelledError:
+            if not self._is_cut:
+                raise
+            task.uncancel()
+            await _say_cut(reply, record)
         except ClientGone:
             record.status, record.error_code = 499, "client_gone"
         except Exception:
@@ -158,7 +185,7 @@ class HotPath:
             else:
                 raise  # the server closes the connection: the client sees a broken body, never a complete one
         finally:
-            self.in_flight -= 1
+            self._running.discard(task)
             record.duration_s = self._clock() - record.started_at
             self._on_finish(record)
 
@@ -169,6 +196,8 @@ class HotPath:
         owner = record.tenant = key.tenant if key is not None else PUBLIC_GROUP
         if key is not None:
             record.key_id = key.id
+        standing = self._tenants.get(owner, _USUAL)
+        priority = priority_asked(scope["headers"], standing.priority)
         caller = self._caller(key, owner)
         if caller.early and (refused := self._access.limiter.look(caller.early)) is not None:
             raise _refuse(refused, reply, record)
@@ -195,6 +224,8 @@ class HotPath:
                 request_id=reply.request_id,
                 debug=key is not None and key.debug,
                 owner=owner,
+                weight=standing.weight,
+                priority=priority,
                 home=home,
             )
 
@@ -277,6 +308,22 @@ class HotPath:
         if pool.key_space == "tokens" and request.endpoint in _OWN_WORKERS_LACK:
             raise unsupported(request)
         return pool
+
+
+async def _say_cut(reply: Reply, record: Record) -> None:
+    """The last words of an answer that was cut. One that cannot have any is left broken, which the server shows as such."""
+    if reply.complete:
+        record.status = reply.status or 0
+        return
+    error = shutting_down()
+    record.error_code = error.code
+    record.status = reply.status or error.status
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORDS_S):
+            if reply.status is None:
+                await reply.error(error)
+            elif reply.streams:
+                await reply.end(_error_event(record.endpoint, error))
 
 
 def _refuse(refused: Refused, reply: Reply, record: Record) -> ApiError:

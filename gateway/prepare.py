@@ -11,9 +11,10 @@ import asyncio
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
+
+import msgspec
 
 from gateway.api_error import ApiError
 from gateway.openai import GenerationRequest
@@ -32,12 +33,13 @@ _TEXT_S_PER_MESSAGE: Final = 4e-6
 """What the text key of a body costs."""
 _MOST_CHARS_PER_TOKEN: Final = 4
 """Of prompts that are not tokenized here. Else a first one of one long token would make those after it look short."""
+_FITS_BYTES: Final = 8 << 10
+"""Whatever is in them: a message takes 24 bytes at least."""
 _NAME_CACHE_BYTES: Final = 32 << 20
 """Names of 12 million tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
+class PreparedPrompt(msgspec.Struct, frozen=True):
     names: list[BlockName]
     num_tokens: int
     """Exact in a token pool, an estimate from bytes in a text pool."""
@@ -96,7 +98,7 @@ class Preparer:
     async def prepare(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         """Raises `ApiError` 400 for a prompt that cannot be rendered."""
         prompter = self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None
-        if _seconds(request, prompter) <= _LOOP_S:
+        if _fits_the_loop(request, prompter):
             return self.prepare_now(request, pool, salt)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self.prepare_now, request, pool, salt)
@@ -137,13 +139,26 @@ class Preparer:
         )
 
 
-def _seconds(request: GenerationRequest, prompter: Prompter | None) -> float:
-    """What preparing it will cost if nothing of it was seen before."""
-    num_bytes = len(request.body)
-    num_messages = request.body.count(b'"role"')
-    if prompter is None:
-        return num_bytes * _TEXT_S_PER_BYTE + num_messages * _TEXT_S_PER_MESSAGE
-    return prompter.seconds(num_bytes, num_messages)
+def _fits_the_loop(request: GenerationRequest, prompter: Prompter | None) -> bool:
+    """Whether preparing it will take little time, even if nothing of it was seen before."""
+    body = request.body
+    if prompter is not None:
+        return prompter.seconds(len(body), body.count(b'"role"')) <= _LOOP_S
+    most_messages = (_LOOP_S - len(body) * _TEXT_S_PER_BYTE) / _TEXT_S_PER_MESSAGE
+    # Long texts hold few braces, and to count them one by one passes over the rest at the speed of memory.
+    return len(body) <= _FITS_BYTES or _has_few_objects(body, most_messages) or body.count(b'"role"') <= most_messages
+
+
+def _has_few_objects(body: bytes, most: float) -> bool:
+    """Whether there are so many at most, each of which may be a message."""
+    at = -1
+    count = 0
+    while count <= most:
+        at = body.find(b"{", at + 1)
+        if at < 0:
+            return True
+        count += 1
+    return False
 
 
 def _packed_ids(request: GenerationRequest, prompter: Prompter, escape: bool) -> tuple[bytes, int, int]:

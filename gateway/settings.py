@@ -39,7 +39,8 @@ from gateway.admin.registry import checked_model, checked_replica_id
 from gateway.keys import GivenKey, KeyScope, checked_label, checked_pattern
 from gateway.limits import Quota
 from gateway.server.connection import ListenerLimits
-from router import PolicyName, RoutingSettings
+from gateway.tenants import PRIORITIES, Standing
+from router import GateSettings, PolicyName, RoutingSettings
 from router.wire import ReplicaSpec
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "TelemetrySettings",
     "TenantSettings",
     "TracingSettings",
+    "UpstreamSettings",
     "load_settings",
     "redacted",
 ]
@@ -72,6 +74,7 @@ __all__ = [
 _PREFIX: Final = "WARMPATH_"
 _ROUTING: Final = RoutingSettings()
 _LISTENER: Final = ListenerLimits()
+_GATE: Final = GateSettings()
 _MASK: Final = "**********"
 """What a secret is printed as."""
 
@@ -135,8 +138,11 @@ class ServerSettings(_Group):
     """That share the port. One process uses one core; more than there are cores only cost."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 << 20
     """About a million tokens of English; more is a mistake or an attack."""
-    grace_s: Seconds = 30.0
-    """How long running answers may go on after SIGTERM; Kubernetes kills after 30 s by default."""
+    grace_s: Seconds = 25.0
+    """How long running answers may go on after SIGTERM. Kubernetes kills after 30 s by default, and what is left then must be
+    told that it was cut."""
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """Of that, how long new connections are still accepted, for load balancers that learn of the end late."""
     max_connections: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     """None: two fifths of the descriptors that the process may have, since each may need another one to a replica."""
     head_s: Seconds = _LISTENER.head_s
@@ -152,6 +158,12 @@ class ServerSettings(_Group):
     def _open_means_loopback(self) -> ServerSettings:
         if self.open and not _is_loopback(self.host):
             raise ValueError("open needs host 127.0.0.1, ::1 or localhost: it would serve everybody who reaches it")
+        return self
+
+    @model_validator(mode="after")
+    def _drain_within_grace(self) -> ServerSettings:
+        if self.drain_s >= self.grace_s:
+            raise ValueError("drain_s is a part of grace_s, and must be less")
         return self
 
     @property
@@ -241,6 +253,13 @@ class StreamSettings(_Group):
     """A stream that has no first token by then gets its status line, and comments until it has: proxies cut what is silent."""
     ping_s: Seconds = 10.0
     """Between two such comments."""
+
+
+class UpstreamSettings(_Group):
+    """How replicas are spoken to."""
+
+    transport: Literal["native", "httpx"] = "native"
+    """httpx: a connection a request and some 80 times the CPU; to compare with, should the native client be in doubt."""
 
 
 class QuotaSettings(_Group):
@@ -342,6 +361,12 @@ class TenantSettings(_Group):
     """Of all its keys together."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Its share of a saturated fleet against others of 1."""
+    priority: Literal["interactive", "default", "batch"] = "default"
+    """Of its requests, and the highest that one may ask for."""
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.weight, PRIORITIES[self.priority])
 
 
 class ModelSettings(_Group):
@@ -357,12 +382,19 @@ class ModelSettings(_Group):
 class AdmissionSettings(_Group):
     """The queue in which requests wait while every replica is saturated."""
 
-    max_wait_s: Seconds = 2.0
+    max_wait_s: Seconds = _GATE.max_wait_s
     """A replica is saturated while the wait predicted for it is longer."""
-    max_queued: Annotated[int, Field(ge=0, le=1_000_000)] = 1024
-    """Requests that may wait; what comes then is refused at once. 0: nothing waits."""
-    deadline_s: Seconds = 30.0
+    ahead_s: Annotated[float, Field(ge=0, le=60)] = _GATE.ahead_s
+    """While requests wait, a replica gets its next one when it has less than this to do. Enough that it never runs dry: what is
+    there already is computed in the order in which it came, whoever has the better right."""
+    max_queued: Annotated[int, Field(ge=0, le=1_000_000)] = _GATE.max_queued
+    """Requests that may wait, for each model; past that the tenant with the most of them loses one. 0: nothing waits."""
+    deadline_s: Seconds = _GATE.deadline_s
     """How long one may wait before it is refused."""
+
+    @property
+    def gate_settings(self) -> GateSettings:
+        return GateSettings(**dict(self))
 
 
 class RedisSettings(_Group):
@@ -455,6 +487,7 @@ class Settings(_Group):
     prompts: PromptSettings = PromptSettings()
     stream: StreamSettings = StreamSettings()
     keys: KeysGroup = KeysGroup()
+    upstream: UpstreamSettings = UpstreamSettings()
     limits: LimitSettings = LimitSettings()
     tenants: dict[Name, TenantSettings] = {}
     models: dict[Annotated[str, AfterValidator(checked_model)], ModelSettings] = {}

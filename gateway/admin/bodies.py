@@ -291,6 +291,8 @@ class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     w: float
     reason: str
+    queued: bool
+    """Whether it has to wait first, because every replica is saturated or others wait already."""
     candidates: list[CandidateBody]
 
 
@@ -307,6 +309,8 @@ class DecisionBody(ExplanationBody, frozen=True, kw_only=True):
     matched_tokens: int
     cached_tokens: int | None
     """What the replica reported afterwards."""
+    queued_s: float
+    """Of `first_byte_s`: in the queue."""
     first_byte_s: float | None
     duration_s: float
 
@@ -315,19 +319,20 @@ class DecisionList(msgspec.Struct, frozen=True):
     decisions: list[DecisionBody]
 
 
-def explanation_body(decision: Decision) -> ExplanationBody:
+def explanation_body(decision: Decision, *, queued: bool) -> ExplanationBody:
     return ExplanationBody(
         chosen=decision.replica_id,
         policy=decision.policy,
         w=decision.w,
         reason=decision.reason,
+        queued=queued,
         candidates=[_candidate_body(candidate) for candidate in decision.candidates],
     )
 
 
 def decision_body(record: Record, decision: Decision, unix_offset: float) -> DecisionBody:
     return DecisionBody(
-        **msgspec.structs.asdict(explanation_body(decision)),
+        **msgspec.structs.asdict(explanation_body(decision, queued=record.queued_s > 0)),
         request_id=record.request_id,
         time=record.started_at + unix_offset,
         key_id=record.key_id,
@@ -337,6 +342,7 @@ def decision_body(record: Record, decision: Decision, unix_offset: float) -> Dec
         prompt_tokens=decision.prompt_tokens,
         matched_tokens=decision.matched_tokens,
         cached_tokens=record.usage.cached_tokens if record.usage is not None else None,
+        queued_s=record.queued_s,
         first_byte_s=record.first_byte_s,
         duration_s=record.duration_s,
     )

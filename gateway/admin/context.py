@@ -38,8 +38,9 @@ class AdminContext:
     registry: Registry
     insight: Insight
     resolve: Resolve
-    explain: Callable[[bytes, str | None], Awaitable[Decision]]
-    """Decide for the body of a request, in a sharing group or the default one, and send nothing. Raises `ApiError`."""
+    explain: Callable[[bytes, str | None], Awaitable[tuple[Decision, bool]]]
+    """Decide for the body of a request, in a sharing group or the default one, and send nothing; also whether it would have to
+    wait before. Raises `ApiError`."""
     clock: Callable[[], float]
     """Monotonic seconds."""
     wall_clock: Callable[[], float]

@@ -20,7 +20,7 @@ from typing import Final
 
 import uvloop
 
-from gateway.app import DataPlane, Knowledge, build_data_plane, build_knowledge, unready
+from gateway.app import DataPlane, Knowledge, build_data_plane, build_knowledge, client_server, unready
 from gateway.keys import KeyRing, RingHolder
 from gateway.processes.bus import Bus
 from gateway.processes.channel import Channel
@@ -30,8 +30,8 @@ from gateway.processes.merged_metrics import families_of
 from gateway.processes.messages import Batch, Crashed, HomeMade, Message
 from gateway.processes.shared_memory import SharedHomes, SharedQuarantine
 from gateway.processes.shared_router import SharedRouter
-from gateway.server.listener import Listener, raise_descriptor_limit
-from gateway.serving import ask_to_stop, configure_logging, listening, make_server, spare_collections
+from gateway.server.listener import raise_descriptor_limit
+from gateway.serving import configure_logging, listening, spare_collections
 from router import Trust
 
 __all__ = ["main"]
@@ -68,7 +68,7 @@ class _DataProcess:
             settings, self._knowledge, self.keys, None, self._homes, self._quarantine
         )
         self._membership = Membership(self._router, self._knowledge.watcher, clock)
-        self.server = make_server(self.plane.public, Listener(settings.server.limits), settings.server.grace_s)
+        self.server = client_server(settings, self.plane)
         self._listening = contextlib.ExitStack()
 
     def join(self) -> None:
@@ -88,7 +88,7 @@ class _DataProcess:
         async with self.plane.background():
             telling = asyncio.create_task(self._tell_unready(tell_unready))
             try:
-                await self.server.serve([listener])
+                await self.server.serve(listener)
             finally:
                 telling.cancel()
                 await asyncio.gather(telling, return_exceptions=True)
@@ -205,11 +205,11 @@ class _Host:
     def stop(self) -> None:
         """Asked again, it waits for no answer that still runs."""
         if self._process is not None:
-            ask_to_stop([self._process.server])
+            self._process.server.stop()
         self._listener.cancel()
 
     def _supervisor_gone(self) -> None:
-        if self._process is None or not self._process.server.should_exit:
+        if self._process is None or not self._process.server.is_stopping:
             self.stop()
 
     @property

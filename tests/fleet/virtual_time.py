@@ -11,14 +11,30 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import click
 
-from loadtest.workloads import WORKLOADS, Workload, ideal_cached_tokens, make_workload
-from router import BlockName, Outcome, Query, Reservation, Router, RoutingSettings, block_names, root_name
-from router.route import Decision
+from loadtest.workloads import WORKLOADS, Request, Workload, ideal_cached_tokens, make_workload
+from router import (
+    Asked,
+    BlockName,
+    Decision,
+    Dropped,
+    Gate,
+    GateSettings,
+    Outcome,
+    Placed,
+    Query,
+    Reservation,
+    Router,
+    RoutingSettings,
+    block_names,
+    root_name,
+)
+from router.fair_queue import Entry
 from router.wire import FrameDecoder, Hello, ReplicaSpec
 from workers.engine import Engine
 from workers.events import EventLog, LoadThrottle
@@ -38,6 +54,11 @@ class Figures:
     ttft_mean: float
     prefill_imbalance: float
     """Prompt tokens computed by the replica that computed most, over the mean."""
+    last_first_s: float = 0.0
+    """When the last of them had its first token."""
+    dropped: int = 0
+    """How many were refused."""
+    most_queued: int = 0
 
 
 @dataclass
@@ -46,8 +67,9 @@ class _Asked:
 
     number: int
     due_at: float
-    replica: int
-    reservation: Reservation
+    tenant: str
+    replica: int = 0
+    reservation: Reservation | None = None
     first_at: float | None = None
     cached_tokens: int = 0
 
@@ -67,11 +89,25 @@ class _Replica:
 class VirtualFleet:
     """Runs one workload through one router. Used once."""
 
-    def __init__(self, workload: Workload, settings: RoutingSettings, *, seed: int = 1) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        settings: RoutingSettings,
+        *,
+        seed: int = 1,
+        queue: GateSettings | None = None,
+        tenant_of: Callable[[Request], str] = lambda request: "",
+    ) -> None:
         self._workload = workload
         self._draw = random.Random(seed)
         self._router = Router(settings)
         self._info = simulated_info(kv_tokens=workload.kv_tokens)
+        self._gate = None if queue is None else Gate(self._router, self._info.model, queue)
+        self._tenant_of = tenant_of
+        self._waiting: dict[Entry[Asked], _Asked] = {}
+        self._look_planned = False
+        self._most_queued = 0
+        self._dropped: list[_Asked] = []
         self._root = root_name(model=self._info.model)
         self._decoder = FrameDecoder()
         self._numbers = itertools.count()
@@ -83,11 +119,16 @@ class VirtualFleet:
     def run(self) -> Figures:
         for number, request in enumerate(self._workload.requests):
             self._plan(request.at_s, "request", number)
-        happen = {"request": self._on_request, "step": self._on_step, "load": self._on_load}
+        happen = {
+            "request": self._on_request,
+            "step": self._on_step,
+            "load": self._on_load,
+            "look": self._on_look,
+        }
         while self._open:
             now, _, kind, number = heapq.heappop(self._due)
             happen[kind](number, now)
-        return self._figures()
+        return self.figures()
 
     def _start(self, number: int) -> _Replica:
         engine = engine_over(SimulatedRunner(self._info))
@@ -108,19 +149,58 @@ class VirtualFleet:
         ids = request.prompt.encode()  # four bytes of ASCII are the u32 of one simulated token
         names: list[BlockName] = block_names(ids, self._root, self._info.block_size)
         query = Query(model=self._info.model, names=names, num_tokens=request.prompt_tokens)
-        decision = self._router.route(query, now, self._draw.random())
-        assert isinstance(decision, Decision)
-        chosen = int(decision.replica_id)
-        reservation = self._router.begin(decision, query, str(number), now)
-        self._asked[number] = _Asked(number, request.at_s, chosen, reservation)
+        tenant = self._tenant_of(request)
+        asked = self._asked[number] = _Asked(number, request.at_s, tenant)
+        what = Asked(query, str(number), tenant)
+        if self._gate is None:
+            decision = self._router.route(query, now, self._draw.random())
+            assert isinstance(decision, Decision)
+            self._send(asked, Placed(decision, self._router.begin(decision, query, str(number), now)), now)
+            return
+        placed = self._gate.try_pass(what, now, self._draw.random())
+        if isinstance(placed, Placed):
+            self._send(asked, placed, now)
+            return
+        assert placed is None, "there always is a replica"
+        entry, displaced = self._gate.wait(what, now, now, self._draw.random())
+        self._waiting[entry] = asked
+        self._most_queued = max(self._most_queued, len(self._gate))
+        if displaced is not None:
+            self._drop(displaced)
+        self._plan_look(now)
+
+    def _send(self, asked: _Asked, placed: Placed, now: float) -> None:
+        request = self._workload.requests[asked.number]
+        asked.replica, asked.reservation = int(placed.decision.replica_id), placed.reservation
+        number, chosen = asked.number, asked.replica
         sampling = Sampling(max_tokens=request.max_tokens, seed=number, ignore_eos=True)
-        submit = Submit(rid=number, request_id=str(number), prompt=ids, sampling=sampling)
+        submit = Submit(rid=number, request_id=str(number), prompt=request.prompt.encode(), sampling=sampling)
         replica = self._replicas[chosen]
         if replica.running is None:
             replica.engine.submit(submit)
             self._begin_step(chosen, now)
         else:
             replica.arrived.append(submit)
+
+    def _drop(self, entry: Entry[Asked]) -> None:
+        self._dropped.append(self._waiting.pop(entry))
+        self._open -= 1
+
+    def _on_look(self, _: int, now: float) -> None:
+        """As `gateway.admission` does, but for what it hears in between: looks at the queue when something may have changed."""
+        assert self._gate is not None
+        self._look_planned = False
+        for entry, end in self._gate.release(now, self._draw.random, 16):
+            if isinstance(end, Dropped):
+                self._drop(entry)
+            else:
+                self._send(self._waiting.pop(entry), end, now)
+        self._plan_look(now)
+
+    def _plan_look(self, now: float) -> None:
+        if self._gate and not self._look_planned:
+            self._look_planned = True
+            self._plan(now + self._gate.next_in_s(), "look", 0)
 
     def _begin_step(self, number: int, now: float) -> None:
         replica = self._replicas[number]
@@ -141,11 +221,14 @@ class VirtualFleet:
         self._publish(number, report, now)
         for output in report.outputs:
             asked = self._asked[output.rid]
+            assert asked.reservation is not None
             if asked.first_at is None:
                 asked.first_at, asked.cached_tokens = now, output.cached_tokens
                 self._router.answered(asked.reservation, now)
             if output.finish_reason is not None:
                 self._router.finish(asked.reservation, now, Outcome.OK, output.cached_tokens)
+                if self._gate is not None:
+                    self._gate.answered(asked.tenant, self._workload.requests[asked.number].max_tokens)
                 self._open -= 1
         self._begin_step(number, now)
 
@@ -166,20 +249,29 @@ class VirtualFleet:
             replica.load_planned = True
             self._plan(max(replica.loads.due_at(), now + 0.01), "load", number)
 
-    def _figures(self) -> Figures:
+    def figures(self, tenant: str | None = None) -> Figures:
+        """Of a tenant's requests, or of all, after `run`."""
         requests = self._workload.requests
-        counted = [asked for asked in self._asked.values() if not requests[asked.number].warm]
+        counted = [
+            asked
+            for asked in self._asked.values()
+            if not requests[asked.number].warm and tenant in (None, asked.tenant) and asked.first_at is not None
+        ]
         ideal = ideal_cached_tokens(requests)
         ttft_ms = sorted(1000 * (asked.first_at - asked.due_at) for asked in counted if asked.first_at is not None)
         computed = [0] * REPLICAS
         for asked in counted:
             computed[asked.replica] += requests[asked.number].prompt_tokens - asked.cached_tokens
         return Figures(
-            hit_of_ideal=sum(asked.cached_tokens for asked in counted) / sum(ideal[asked.number] for asked in counted),
+            hit_of_ideal=sum(asked.cached_tokens for asked in counted)
+            / max(sum(ideal[asked.number] for asked in counted), 1),
             ttft_p50=ttft_ms[len(ttft_ms) // 2],
             ttft_p90=ttft_ms[len(ttft_ms) * 9 // 10],
             ttft_mean=sum(ttft_ms) / len(ttft_ms),
             prefill_imbalance=max(computed) * REPLICAS / sum(computed),
+            last_first_s=max(asked.first_at for asked in counted if asked.first_at is not None),
+            dropped=sum(tenant in (None, asked.tenant) for asked in self._dropped),
+            most_queued=self._most_queued,
         )
 
 
@@ -206,8 +298,18 @@ def _hello(info: EngineInfo) -> Hello:
 @click.option("--load", default=1.0, show_default=True)
 @click.option("--policies", default="cost,sticky_until_saturated", show_default=True)
 @click.option("--seeds", default=1, show_default=True, help="How many seeds to run each with.")
+@click.option("--queue", is_flag=True, help="Each both with and without the queue before the fleet.")
+@click.option("--ahead-s", type=float, help="Of the queue; by default its own.")
 @click.option("--w-per-wait-s", type=float, help="Of the policy `cost`; by default the router's own.")
-def main(workload: str, load: float, policies: str, seeds: int, w_per_wait_s: float | None) -> None:
+def main(
+    workload: str,
+    load: float,
+    policies: str,
+    seeds: int,
+    queue: bool,
+    ahead_s: float | None,
+    w_per_wait_s: float | None,
+) -> None:
     """Compare policies in virtual time. About 10 s a run."""
     for seed in range(1, seeds + 1):
         for policy in policies.split(","):
@@ -215,11 +317,15 @@ def main(workload: str, load: float, policies: str, seeds: int, w_per_wait_s: fl
             if w_per_wait_s is not None:
                 options["w_per_wait_s"] = w_per_wait_s
             made = make_workload(workload, load=load, seed=seed)
-            found = VirtualFleet(made, RoutingSettings(**options), seed=seed).run()
-            click.echo(
-                f"{workload} {load}x seed {seed} {policy:24} hit {found.hit_of_ideal:.3f}  TTFT p50 {found.ttft_p50:,.0f} "
-                f"p90 {found.ttft_p90:,.0f} mean {found.ttft_mean:,.0f} ms  imbalance {found.prefill_imbalance:.2f}"
-            )
+            with_queue = GateSettings() if ahead_s is None else GateSettings(ahead_s=ahead_s)
+            for gate in (None, with_queue) if queue else (None,):
+                found = VirtualFleet(made, RoutingSettings(**options), seed=seed, queue=gate).run()
+                click.echo(
+                    f"{workload} {load}x seed {seed} {policy:24} {'queue' if gate is with_queue else '     '} "
+                    f"hit {found.hit_of_ideal:.3f}  TTFT p50 {found.ttft_p50:,.0f} p90 {found.ttft_p90:,.0f} mean "
+                    f"{found.ttft_mean:,.0f} ms  imbalance {found.prefill_imbalance:.2f}  last first token "
+                    f"{found.last_first_s:.1f} s  most queued {found.most_queued}  dropped {found.dropped}"
+                )
 
 
 if __name__ == "__main__":

@@ -79,13 +79,13 @@ class Admin:
 class Explain:
     asked: list[tuple[bytes, str | None]] = field(default_factory=list)
 
-    async def __call__(self, body: bytes, group: str | None) -> Decision:
+    async def __call__(self, body: bytes, group: str | None) -> tuple[Decision, bool]:
         self.asked.append((body, group))
         if b"unknown" in body:
             raise ApiError(404, "model_not_found", "The model 'unknown' does not exist.", param="model")
         if b"bug" in body:
             raise RuntimeError("s3cret detail")
-        return a_decision()
+        return a_decision(), False
 
 
 def a_decision() -> Decision:
@@ -900,6 +900,7 @@ async def test_explain_shows_every_candidate_and_the_reason(admin: Admin) -> Non
         "policy": "cost",
         "w": 2.0,
         "reason": "longest_match",
+        "queued": False,
         "candidates": [
             {
                 "replica": "w1",

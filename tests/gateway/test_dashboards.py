@@ -119,6 +119,8 @@ async def served(tmp_path: Path) -> list[str]:
             foreign.answer = writes(response(500, b"{}"))
             assert (await front.chat()).status_code == 502
             await _refused_by_a_limit(front, worker.model)
+            front.gateway.data.telemetry.limiter_failed("timeout")  # there is no Redis here that could
+            front.gateway.data.telemetry.queue_refused(worker.model, "full")
             texts = [(await front.admin.get("/metrics")).text]
             async with worker.client() as direct:
                 texts.append((await direct.get("/metrics")).text)

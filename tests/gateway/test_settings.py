@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from gateway.admin.addresses import PortRange
-from gateway.settings import Settings, SettingsError, load_settings, redacted
+from gateway.settings import Settings, SettingsError, TracingSettings, load_settings, redacted
 from router import RoutingSettings
 from router.wire import ReplicaSpec
 
@@ -15,7 +15,7 @@ from router.wire import ReplicaSpec
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.upper().startswith("WARMPATH_"):
+        if name.upper().startswith(("WARMPATH_", "OTEL_")):
             monkeypatch.delenv(name)
 
 
@@ -370,3 +370,52 @@ def test_a_pepper_that_is_too_short_is_refused_without_repeating_it(pepper: str)
 
     assert "openssl rand -hex 32" in fault
     assert not pepper or pepper not in fault
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, TracingSettings()),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, TracingSettings(exporter="otlp")),
+        ({"OTEL_SERVICE_NAME": "edge"}, TracingSettings(service_name="edge")),
+        ({"OTEL_TRACES_SAMPLER": "always_on"}, TracingSettings(sample_ratio=1, follow_caller=False)),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, TracingSettings(sample_ratio=0)),
+        (
+            {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.25"},
+            TracingSettings(sample_ratio=0.25),
+        ),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "WARMPATH_TRACING__EXPORTER": "none"}, TracingSettings()),
+    ],
+)
+def test_the_standard_variables_of_traces_are_read(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: TracingSettings
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert load_settings().tracing == expected
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OTEL_TRACES_EXPORTER": "zipkin"},
+        {"OTEL_TRACES_SAMPLER": "jaeger_remote"},
+        {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "many"},
+    ],
+)
+def test_a_standard_variable_that_means_nothing_here_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(SettingsError, match=r"(?i)tracing|otel"):
+        load_settings()
+
+
+def test_where_spans_go_is_a_url_without_a_password() -> None:
+    for wrong in ("collector:4318", "http://user:secret@host:4318", "ftp://host"):
+        with pytest.raises(ValueError, match="write http://host:port/path") as refused:
+            TracingSettings(endpoint=wrong)
+        assert "secret" not in str(refused.value)

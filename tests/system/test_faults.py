@@ -107,7 +107,8 @@ async def system(folder: Path, urls: list[str], *, silence_s: float = 10.0) -> A
         for number, url in enumerate(urls)
     ]
     stream = {"first_byte_s": silence_s, "idle_s": silence_s}
-    values = {"state_dir": folder, "replicas": replicas, "stream": stream}
+    # Without a queue: what is shown is what comes of the faults, not when a busy replica is free again.
+    values = {"state_dir": folder, "replicas": replicas, "stream": stream, "admission": {"max_queued": 0}}
     settings = Settings.model_validate(values)
     gateway = build_gateway(settings, await open_key_store(settings))
     _, admin_key = await gateway.keys.create("admin", name="test")
