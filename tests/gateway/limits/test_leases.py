@@ -454,7 +454,7 @@ async def test_what_is_told_while_a_message_fails_is_added_to_it() -> None:
     first.end(ANSWERED)
     await limiter.tick()
     await until(lambda: limiter.is_local)
-    link.post = send  # type: ignore[method-assign, assignment]
+    link.post = send  # type: ignore[method-assign]
     fleet.clock.advance(2)
     await limiter.tick()
 
