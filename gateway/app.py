@@ -41,11 +41,11 @@ from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
 from gateway.keys import KeyKind, KeyStore
 from gateway.limiting import build_limiter, limit_rules, limiter_running
-from gateway.limits import LedgerLink, Limiter
+from gateway.limits import Ledger, LedgerLink, LedgerServer, Limiter
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
-from gateway.processes.bus import Bus
+from gateway.processes.bus import SUPERVISOR, Bus
 from gateway.processes.control import Start, encode, settings_bytes
 from gateway.processes.key_copy import encode_keys
 from gateway.processes.members import members_of
@@ -456,13 +456,14 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
 
         bus = Bus(
             Path(bus_folder),
-            0,
+            SUPERVISOR,
             hear=hear,
             what_is_open=lambda: router.what_is_open(),
             open_numbers=open_numbers,
         )
-        router = SharedRouter(settings.routing.router_settings, bus.post)
+        router = SharedRouter(settings.routing.router_settings, bus.post, bus.post_now, bus.catch_up)
         knowledge = build_knowledge(settings, router)
+        ledger = LedgerServer(Ledger(), clock, time.time)
         telemetry = Telemetry()
 
         def start_of(process: int, peers: Sequence[int]) -> Start:
@@ -494,8 +495,8 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
                 "members": encode(members_of(control.registry, router)),
             },
             on_processes=on_processes,
-            answers=lambda process: {},
-            on_gone=lambda process: None,
+            asked=lambda process: {"ledger": lambda message: ledger.handle(str(process), message)},
+            on_gone=lambda process: ledger.forget(str(process)),
         )
 
         async def metrics(replicas: Sequence[ReplicaView]) -> bytes:

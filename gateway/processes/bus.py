@@ -1,9 +1,9 @@
 """Datagrams between the processes of one gateway, each with a socket in a folder that only their user may enter.
 
-A message is on its way at once when the bus was quiet, and else at most `FLUSH_S` later, with all others of that time: what a
-datagram costs is paid once for many. A peer whose queue in the kernel is full (ten datagrams are usual) gets the rest with
-the next flush, in order. A peer that stays behind costs a bounded amount of memory: first the block names wait for it no
-longer, then nothing does, and once it takes something again it is told what is open now (`told_anew`).
+A message is on its way at once when it must be (`post_now`) or the bus was quiet, and else at most `FLUSH_S` later, with all
+others of that time: what a datagram costs is paid once for many. A peer whose queue in the kernel is full (ten datagrams are
+usual) gets the rest with the next flush, in order. A peer that stays behind costs a bounded amount of memory: first the block
+names wait for it no longer, then nothing does, and once it takes something again it is told what is open now.
 
 What must hold: between two processes nothing overtakes anything; whatever is lost was dropped here, counted, and the peer is
 then told anew. What comes is taken in by turns of `_TURN` datagrams, so that nobody can hold the loop.
@@ -23,10 +23,12 @@ import msgspec
 
 from gateway.processes.messages import Batch, Begun, Message, decode_batch, encode_batch, size_of
 
-__all__ = ["FLUSH_S", "MAX_DATAGRAM_BYTES", "Bus", "Outbox"]
+__all__ = ["FLUSH_S", "MAX_DATAGRAM_BYTES", "SUPERVISOR", "Bus", "Outbox"]
 
 _log = logging.getLogger("warmpath.processes")
 
+SUPERVISOR: Final = 0
+"""It decides nothing, so it hears with the others' flushes only: each datagram that it need not get is saved."""
 FLUSH_S: Final = 0.02
 """How old a message may get here."""
 TELL_EVERY_S: Final = 1.0
@@ -147,11 +149,14 @@ class Bus:
                 self._flush_timer = self._loop.call_later(wait_s, self._flush)
 
     def post_now(self, message: Message) -> None:
-        """To all, before this returns where they have room: what is said to a client afterwards, they know before it asks."""
+        """To all others but the supervisor, before this returns where they have room: whatever is said to a client afterwards,
+        they know before it asks.
+        """
         self._messages.append(message)
-        self._flush()
+        self._flush(waits=SUPERVISOR)
 
-    def _flush(self) -> None:
+    def _flush(self, waits: int | None = None) -> None:
+        """`waits`: who gets it with a later one."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
@@ -161,7 +166,9 @@ class Bus:
         for process, outbox in self._peers.items():
             if outbox.is_behind:
                 continue  # it will be told anew, which says all of this
-            if outbox.messages:
+            if process == waits:
+                outbox.keep(messages)
+            elif outbox.messages:
                 outbox.keep(messages)
                 self._send_kept(process, outbox)
             else:

@@ -34,3 +34,13 @@ def test_near_saturation_ours_is_not_worse_than_sticking_until_saturated() -> No
 
 def test_a_run_gives_the_same_figures_again() -> None:
     assert figures("cost", limit=40) == figures.__wrapped__("cost", limit=40)
+
+
+def test_four_processes_route_as_one_does() -> None:
+    alone = figures("cost")
+    workload = make_workload("trace", load=1.0, seed=1, limit=150)
+
+    together = VirtualFleet(workload, RoutingSettings(), processes=4).run()
+
+    assert together.ttft_p90 < 1.15 * alone.ttft_p90
+    assert together.hit_of_ideal > 0.97 * alone.hit_of_ideal

@@ -12,20 +12,26 @@ import heapq
 import itertools
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import click
 
+from gateway.processes.bus import FLUSH_S
+from gateway.processes.messages import Message
+from gateway.processes.shared_router import SharedRouter
 from loadtest.workloads import WORKLOADS, Workload, ideal_cached_tokens, make_workload
 from router import BlockName, Outcome, Query, Reservation, Router, RoutingSettings, block_names, root_name
 from router.route import Decision
-from router.wire import FrameDecoder, Hello, ReplicaSpec
+from router.wire import Frame, FrameDecoder, Hello, ReplicaSpec
 from workers.engine import Engine
 from workers.events import EventLog, LoadThrottle
 from workers.protocol import EngineInfo, Sampling, StepReport, Submit
 from workers.simulated import SimulatedRunner, engine_over, simulated_info
 
 REPLICAS: Final = 8
+BUS_S: Final = FLUSH_S
+"""A message waits half of it, and at most all of it."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class _Asked:
     number: int
     due_at: float
     replica: int
+    router: Router
     reservation: Reservation
     first_at: float | None = None
     cached_tokens: int = 0
@@ -65,12 +72,21 @@ class _Replica:
 
 
 class VirtualFleet:
-    """Runs one workload through one router. Used once."""
+    """Runs one workload through one router, or through several that get the requests in turn. Used once."""
 
-    def __init__(self, workload: Workload, settings: RoutingSettings, *, seed: int = 1) -> None:
+    def __init__(
+        self, workload: Workload, settings: RoutingSettings, *, seed: int = 1, processes: int = 1, gateways: int = 1
+    ) -> None:
+        """`processes` tell each other what they begin at once, and the rest at most `BUS_S` later; `gateways` tell nothing."""
         self._workload = workload
         self._draw = random.Random(seed)
-        self._router = Router(settings)
+        self._told: list[list[Message]] = [[] for _ in range(processes)]
+        self._routers: list[Router] = [Router(settings) for _ in range(gateways)]
+        if processes > 1:
+            self._routers = [
+                SharedRouter(settings, told.append, partial(self._tell_now, number), lambda: None)
+                for number, told in enumerate(self._told)
+            ]
         self._info = simulated_info(kv_tokens=workload.kv_tokens)
         self._root = root_name(model=self._info.model)
         self._decoder = FrameDecoder()
@@ -78,15 +94,19 @@ class VirtualFleet:
         self._due: list[tuple[float, int, str, int]] = []
         self._asked: dict[int, _Asked] = {}
         self._open = len(workload.requests)
+        self._now = 0.0
         self._replicas = [self._start(number) for number in range(REPLICAS)]
 
     def run(self) -> Figures:
         for number, request in enumerate(self._workload.requests):
             self._plan(request.at_s, "request", number)
-        happen = {"request": self._on_request, "step": self._on_step, "load": self._on_load}
+        if len(self._told) > 1:
+            for number in range(len(self._told)):
+                self._plan(BUS_S * (number + 1) / len(self._told), "bus", number)
+        happen = {"request": self._on_request, "step": self._on_step, "load": self._on_load, "bus": self._on_bus}
         while self._open:
-            now, _, kind, number = heapq.heappop(self._due)
-            happen[kind](number, now)
+            self._now, _, kind, number = heapq.heappop(self._due)
+            happen[kind](number, self._now)
         return self._figures()
 
     def _start(self, number: int) -> _Replica:
@@ -94,10 +114,12 @@ class VirtualFleet:
         engine.warm_up()
         replica = _Replica(engine, EventLog(), LoadThrottle(engine.report()))
         name = _name(number)
-        self._router.add(name, ReplicaSpec(url="http://replica", model=self._info.model, epoch="e"), 0.0)
-        self._router.apply(name, _hello(self._info), 0.0)
-        self._router.set_health(name, True, 0.0)
-        self._router.apply(name, replica.loads.take(seq=0, now=0.0, ts=0.0), 0.0)
+        load = replica.loads.take(seq=0, now=0.0, ts=0.0)
+        for router in self._routers:
+            router.add(name, ReplicaSpec(url="http://replica", model=self._info.model, epoch="e"), 0.0)
+            router.apply(name, _hello(self._info), 0.0)
+            router.set_health(name, True, 0.0)
+            router.apply(name, load, 0.0)
         return replica
 
     def _plan(self, at_s: float, kind: str, number: int) -> None:
@@ -108,11 +130,12 @@ class VirtualFleet:
         ids = request.prompt.encode()  # four bytes of ASCII are the u32 of one simulated token
         names: list[BlockName] = block_names(ids, self._root, self._info.block_size)
         query = Query(model=self._info.model, names=names, num_tokens=request.prompt_tokens)
-        decision = self._router.route(query, now, self._draw.random())
+        router = self._routers[number % len(self._routers)]
+        decision = router.route(query, now, self._draw.random())
         assert isinstance(decision, Decision)
         chosen = int(decision.replica_id)
-        reservation = self._router.begin(decision, query, str(number), now)
-        self._asked[number] = _Asked(number, request.at_s, chosen, reservation)
+        reservation = router.begin(decision, query, str(number), now)
+        self._asked[number] = _Asked(number, request.at_s, chosen, router, reservation)
         sampling = Sampling(max_tokens=request.max_tokens, seed=number, ignore_eos=True)
         submit = Submit(rid=number, request_id=str(number), prompt=ids, sampling=sampling)
         replica = self._replicas[chosen]
@@ -143,16 +166,16 @@ class VirtualFleet:
             asked = self._asked[output.rid]
             if asked.first_at is None:
                 asked.first_at, asked.cached_tokens = now, output.cached_tokens
-                self._router.answered(asked.reservation, now)
+                asked.router.answered(asked.reservation, now)
             if output.finish_reason is not None:
-                self._router.finish(asked.reservation, now, Outcome.OK, output.cached_tokens)
+                asked.router.finish(asked.reservation, now, Outcome.OK, output.cached_tokens)
                 self._open -= 1
         self._begin_step(number, now)
 
     def _publish(self, number: int, report: StepReport, now: float) -> None:
         replica = self._replicas[number]
         for frame in self._decoder.feed(b"".join(replica.log.append(report, now))):
-            self._router.apply(_name(number), frame, now)
+            self._apply(number, frame, now)
         replica.loads.note(report)
         self._on_load(number, now, planned=False)
 
@@ -161,10 +184,30 @@ class VirtualFleet:
         if planned:
             replica.load_planned = False
         if now >= replica.loads.due_at():
-            self._router.apply(_name(number), replica.loads.take(seq=replica.log.seq, now=now, ts=now), now)
+            self._apply(number, replica.loads.take(seq=replica.log.seq, now=now, ts=now), now)
         if not replica.load_planned:
             replica.load_planned = True
             self._plan(max(replica.loads.due_at(), now + 0.01), "load", number)
+
+    def _apply(self, number: int, frame: Frame, now: float) -> None:
+        for router in self._routers:
+            router.apply(_name(number), frame, now)
+
+    def _tell_now(self, number: int, message: Message) -> None:
+        self._told[number].append(message)
+        self._flush(number, self._now)
+
+    def _on_bus(self, number: int, now: float) -> None:
+        self._flush(number, now)
+        self._plan(now + BUS_S, "bus", number)
+
+    def _flush(self, number: int, now: float) -> None:
+        """What a process has said since the last time reaches all others."""
+        messages, self._told[number][:] = list(self._told[number]), []
+        for other, router in enumerate(self._routers):
+            if other != number and isinstance(router, SharedRouter):
+                for message in messages:
+                    router.hear(number, message, now)
 
     def _figures(self) -> Figures:
         requests = self._workload.requests
@@ -206,16 +249,30 @@ def _hello(info: EngineInfo) -> Hello:
 @click.option("--load", default=1.0, show_default=True)
 @click.option("--policies", default="cost,sticky_until_saturated", show_default=True)
 @click.option("--seeds", default=1, show_default=True, help="How many seeds to run each with.")
+@click.option("--processes", default=1, show_default=True, help="Of the gateway.")
+@click.option("--gateways", default=1, show_default=True, help="That know nothing of each other.")
+@click.option("--limit", type=int, help="Only so many requests.")
 @click.option("--w-per-wait-s", type=float, help="Of the policy `cost`; by default the router's own.")
-def main(workload: str, load: float, policies: str, seeds: int, w_per_wait_s: float | None) -> None:
+def main(
+    workload: str,
+    load: float,
+    policies: str,
+    seeds: int,
+    processes: int,
+    gateways: int,
+    limit: int | None,
+    w_per_wait_s: float | None,
+) -> None:
     """Compare policies in virtual time. About 10 s a run."""
     for seed in range(1, seeds + 1):
         for policy in policies.split(","):
             options: dict[str, Any] = {"policy": policy}
             if w_per_wait_s is not None:
                 options["w_per_wait_s"] = w_per_wait_s
-            made = make_workload(workload, load=load, seed=seed)
-            found = VirtualFleet(made, RoutingSettings(**options), seed=seed).run()
+            made = make_workload(workload, load=load, seed=seed, limit=limit)
+            found = VirtualFleet(
+                made, RoutingSettings(**options), seed=seed, processes=processes, gateways=gateways
+            ).run()
             click.echo(
                 f"{workload} {load}x seed {seed} {policy:24} hit {found.hit_of_ideal:.3f}  TTFT p50 {found.ttft_p50:,.0f} "
                 f"p90 {found.ttft_p90:,.0f} mean {found.ttft_mean:,.0f} ms  imbalance {found.prefill_imbalance:.2f}"

@@ -36,7 +36,7 @@ class Process:
     router: SharedRouter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.router = SharedRouter(RoutingSettings(), self.said.append)
+        self.router = SharedRouter(RoutingSettings(), self.said.append, self.said.append, lambda: None)
         for replica in REPLICAS:
             spec = ReplicaSpec(url=f"http://{replica}", model="m", kind="openai")
             self.router.add(replica, spec, 0.0)
