@@ -52,15 +52,25 @@ class Outbox:
         """It has missed something, or has just come: it is to be told what is open."""
         self.dropped_names = 0
         self.dropped = 0
+        self._names = 0
+        """Of all `messages`."""
 
     def keep(self, messages: Iterable[Message]) -> None:
-        self.messages.extend(messages)
+        for message in messages:
+            self.messages.append(message)
+            if isinstance(message, Begun):
+                self._names += len(message.names)
         if len(self.messages) > _MAX_PENDING:
-            self.dropped += len(self.messages)
-            self.messages.clear()
+            self.dropped += len(self.take())
             self.is_behind = True
-        elif sum(len(message.names) for message in self.messages if isinstance(message, Begun)) > _MAX_PENDING_NAMES:
+        elif self._names > _MAX_PENDING_NAMES:
             self.messages = [self._without_names(message) for message in self.messages]
+            self._names = 0
+
+    def take(self) -> list[Message]:
+        """All of it; nothing is left."""
+        messages, self.messages, self._names = self.messages, [], 0
+        return messages
 
     def _without_names(self, message: Message) -> Message:
         if not isinstance(message, Begun) or not message.names:
@@ -177,8 +187,7 @@ class Bus:
             self._flush_timer = self._loop.call_later(FLUSH_S, self._flush)
 
     def _send_kept(self, process: int, outbox: Outbox) -> None:
-        messages, outbox.messages = outbox.messages, []
-        self._send(process, outbox, _datagrams(messages))
+        self._send(process, outbox, _datagrams(outbox.take()))
 
     def _send(self, process: int, outbox: Outbox, packed: Iterable[Sequence[Message]]) -> None:
         """What there is no room for is kept."""
@@ -195,8 +204,7 @@ class Bus:
         except BlockingIOError:
             return False
         except OSError:  # it is not there yet, or no more
-            outbox.dropped += len(messages) + len(outbox.messages)
-            outbox.messages = []
+            outbox.dropped += len(messages) + len(outbox.take())
             outbox.is_behind = True
             return False
         self.sent += 1

@@ -237,7 +237,7 @@ async def test_what_an_operator_changes_holds_in_every_process_at_once(served: S
 async def test_a_burst_of_one_new_prefix_goes_to_one_replica(served: Served) -> None:
     prompt = f"{secrets.token_hex(4)} " + "a tale of many words " * 500
     async with served.client() as client:
-        first = asyncio.create_task(complete(client, prompt))
+        first = asyncio.create_task(complete(client, prompt, max_tokens=80, ignore_eos=True))
         await eventually(lambda: served.in_flight() > 0)  # its first message is on its way to all processes by then
         answers = [*await asyncio.gather(*(complete(client, prompt) for _ in range(23))), await first]
 
