@@ -94,8 +94,8 @@ class AccessLog:
             client_retries=record.client_retries,
             trace_id=record.trace.trace_id,
         )
-        if record.queue_wait_s is not None:
-            line.queue_wait_s = round(record.queue_wait_s, 6)
+        if record.queued_s:
+            line.queue_wait_s = round(record.queued_s, 6)
         if record.first_byte_s is not None:
             line.ttft_s = round(record.first_byte_s, 6)
         if decision is not None:

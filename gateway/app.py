@@ -4,8 +4,8 @@
     DataPlane      what clients speak to: of a whole gateway, and of each data process
     ControlPlane   keys, leases, admin API: of a whole gateway, and of a supervisor
 
-Order of the end: the listeners stop accepting and give running answers `grace_s`; then nothing needs the watcher, the
-upstream connections and the thread that tokenizes, and they are closed.
+Order of the end: the client listener stops as `gateway.shutdown` says, then the admin listener; then nothing needs the watcher,
+the upstream connections and the thread that tokenizes, and they are closed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ from gateway.admin.bodies import DecisionBody, decision_body
 from gateway.admin.context import AdminContext, Insight
 from gateway.admin.registry import Registry
 from gateway.admin.routes import admin_app
+from gateway.admission import Admission
+from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
-from gateway.keys import KeyKind, KeyStore
+from gateway.keys import KeyKind, KeyStore, RingSource
+from gateway.keys.opening import open_key_store
 from gateway.limiting import build_limiter, limit_rules, limiter_running
 from gateway.limits import Ledger, LedgerLink, LedgerServer, Limiter
 from gateway.model_cards import ModelCards
@@ -47,22 +50,24 @@ from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.processes.bus import SUPERVISOR, Bus
 from gateway.processes.control import Start, encode, settings_bytes
-from gateway.processes.key_copy import encode_keys
 from gateway.processes.members import members_of
 from gateway.processes.merged_metrics import families_of
 from gateway.processes.messages import Batch, Message
 from gateway.processes.shared_router import SharedRouter
 from gateway.processes.supervisor import Supervisor, announcing
 from gateway.public import public_app
+from gateway.queue_gauges import queue_gauges
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.serving import ask_to_stop, bound, listening, make_server, spare_collections
+from gateway.serving import bound, listening, make_server, spare_collections
 from gateway.settings import Settings, TracingSettings
+from gateway.shutdown import ClientServer
 from gateway.telemetry import Telemetry, render
 from gateway.tokenizing import Tokenizing
-from gateway.tracing import Tracer, otlp_export
-from gateway.upstream.contract import Timeouts
+from gateway.tracing import SpanExport, Tracer
+from gateway.upstream.contract import Timeouts, Upstream
 from gateway.upstream.http1 import Http1Upstream
+from gateway.upstream.httpx_upstream import HttpxUpstream
 from gateway.watch import Watcher
 from router import Decision, ReplicaView, Router, Trust, Unroutable
 
@@ -75,6 +80,7 @@ __all__ = [
     "build_data_plane",
     "build_gateway",
     "build_knowledge",
+    "client_server",
     "run",
     "unready",
 ]
@@ -93,7 +99,7 @@ class Knowledge:
 
     router: Router
     watcher: Watcher
-    upstream: Http1Upstream
+    upstream: Upstream
     prompters: Prompters
     cards: ModelCards
     preparer: Preparer
@@ -110,6 +116,7 @@ class DataPlane:
     """What clients speak to, and what became of their requests."""
 
     public: HotPath
+    admission: Admission
     limiter: Limiter
     telemetry: Telemetry
     tracer: Tracer
@@ -126,6 +133,7 @@ class DataPlane:
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+            self.admission.close()
             await self.tracer.aclose()
             if self.access_log is not None:
                 await asyncio.to_thread(self.access_log.close)
@@ -171,9 +179,11 @@ class Gateway:
     knowledge: Knowledge
     data: DataPlane
     control: ControlPlane
+    stopping: asyncio.Event
+    """Set when it should get no new requests, because it is to end."""
 
     @property
-    def public(self) -> ASGIApp:
+    def public(self) -> HotPath:
         return self.data.public
 
     @property
@@ -181,7 +191,7 @@ class Gateway:
         return self.control.admin
 
     @property
-    def upstream(self) -> Http1Upstream:
+    def upstream(self) -> Upstream:
         return self.knowledge.upstream
 
     @property
@@ -192,15 +202,15 @@ class Gateway:
     async def background(self) -> AsyncIterator[None]:
         """Watches replicas and ends leases while the block runs."""
         try:
-            async with self.data.background(), self.control.background(self.settings):
+            async with self.data.background(), self.control.background(self.settings), self.keys.following():
                 yield
         finally:
             await self.knowledge.aclose()
+            await self.keys.aclose()
 
 
-def build_gateway(settings: Settings) -> Gateway:
-    """Raises `KeyStoreError` or OSError when the state folder cannot be used."""
-    keys = KeyStore.open(settings.state_dir)
+def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
+    """`Gateway.background` closes `keys`."""
     knowledge = build_knowledge(settings, Router(settings.routing.router_settings))
     data = build_data_plane(settings, knowledge, keys, None, Homes(), Quarantine())
 
@@ -211,13 +221,19 @@ def build_gateway(settings: Settings) -> Gateway:
     async def decisions() -> list[DecisionBody]:
         return data.decision_bodies()
 
-    insight = Insight(metrics=metrics, decisions=decisions, unready=lambda: unready(knowledge.router))
+    stopping = asyncio.Event()
+    insight = Insight(
+        metrics=metrics,
+        decisions=decisions,
+        unready=lambda: "The gateway is stopping." if stopping.is_set() else unready(knowledge.router),
+    )
     control = build_control_plane(settings, knowledge, keys, insight)
-    return Gateway(settings, keys, knowledge, data, control)
+    return Gateway(settings, keys, knowledge, data, control, stopping)
 
 
 def build_knowledge(settings: Settings, router: Router) -> Knowledge:
-    upstream, prompters, cards = Http1Upstream(), Prompters(), ModelCards()
+    upstream: Upstream = Http1Upstream() if settings.upstream.transport == "native" else HttpxUpstream()
+    prompters, cards = Prompters(), ModelCards()
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
     return Knowledge(
         router=router,
@@ -233,7 +249,7 @@ def build_knowledge(settings: Settings, router: Router) -> Knowledge:
 def build_data_plane(
     settings: Settings,
     knowledge: Knowledge,
-    keys: KeyStore,
+    keys: RingSource,
     ledger: LedgerLink | None,
     homes: Homes,
     quarantine: Quarantine,
@@ -258,9 +274,28 @@ def build_data_plane(
             (),
             lambda: {(): access_log.num_dropped},
         )
+    upstream = knowledge.upstream
+    telemetry.register(
+        "gauge",
+        "warmpath_upstream_connections",
+        "Connections to replicas: with a request on them, or kept for the next one.",
+        ["state"],
+        lambda: {("in_use",): upstream.in_use, ("idle",): upstream.idle},
+    )
     counts = settings.telemetry.metrics
+    admission = Admission(
+        knowledge.router,
+        settings.admission.gate_settings,
+        clock=clock,
+        draw=random.random,
+        on_wait=telemetry.queue_wait,
+        on_refusal=telemetry.queue_refused,
+    )
+    knowledge.watcher.on_frame = admission.heard
+    for name, about, labels, read in queue_gauges(admission):
+        telemetry.register("gauge", name, about, labels, read)
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
-    client_keys = None if settings.server.open else keys
+    authenticator = None if settings.server.open else Authenticator(keys, clock=clock, wall_clock=time.time)
 
     def finished(record: Record) -> None:
         if counts:
@@ -275,15 +310,15 @@ def build_data_plane(
         public_app(
             knowledge.router,
             knowledge.cards,
-            client_keys,
+            authenticator,
             unix_time=lambda moment: moment + time.time() - clock(),
         ),
         router=knowledge.router,
         access=Access(
-            keys=client_keys,
+            authenticator=authenticator,
             rules=limit_rules(settings),
             limiter=limiter,
-            salt_for=keys.salt_for,
+            salt_for=lambda group: keys.ring.salt_for(group),
         ),
         cards=knowledge.cards,
         preparer=knowledge.preparer,
@@ -293,6 +328,7 @@ def build_data_plane(
             knowledge.router,
             knowledge.upstream,
             homes,
+            admission,
             quarantine,
             timeouts=Timeouts(
                 connect_s=settings.stream.connect_s,
@@ -306,12 +342,13 @@ def build_data_plane(
             on_gap=telemetry.gap if counts else _count_nothing,
             on_failed_try=telemetry.upstream_failed if counts else _count_nothing,
         ),
+        tenants={name: tenant.standing for name, tenant in settings.tenants.items()},
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
         begin_trace=tracer.begin,
         on_finish=finished,
     )
-    return DataPlane(hot_path, limiter, telemetry, tracer, access_log, decisions)
+    return DataPlane(hot_path, admission, limiter, telemetry, tracer, access_log, decisions)
 
 
 def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore, insight: Insight) -> ControlPlane:
@@ -325,7 +362,12 @@ def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore
         stop_watch=watcher.stop,
     )
     explainer = _Explainer(
-        router, knowledge.preparer, keys, PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP, random.random
+        router,
+        settings.admission.max_wait_s,
+        knowledge.preparer,
+        keys,
+        PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP,
+        random.random,
     )
     context = AdminContext(
         settings=settings,
@@ -343,9 +385,11 @@ def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore
 
 
 def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Tracer:
-    export = None
+    export: SpanExport | None = None
     if settings.exporter == "otlp":
-        export = otlp_export(
+        from gateway.otlp import OtlpExport  # 0.3 s and 30 MB, which only who wants traces should pay
+
+        export = OtlpExport(
             endpoint=settings.endpoint,
             service_name=settings.service_name,
             version=importlib.metadata.version("warmpath"),
@@ -365,22 +409,26 @@ def _count_nothing(model: str, value: object) -> None:
 @dataclass(frozen=True, slots=True)
 class _Explainer:
     router: Router
+    max_wait_s: float
     preparer: Preparer
     keys: KeyStore
     default_group: str
     draw: Callable[[], float]
 
-    async def explain(self, body: bytes, group: str | None) -> Decision:
-        """Where a request with this body would go now; nothing is sent or promised. Raises `ApiError`."""
+    async def explain(self, body: bytes, group: str | None) -> tuple[Decision, bool]:
+        """Where a request with this body would go now, and whether it would wait before, because every replica is saturated;
+        nothing is sent or promised. Raises `ApiError`.
+        """
         request = parse_request(_endpoint_of(body), body, open_access=True)
         pool = self.router.pool(request.model)
         if pool is None:
             raise unroutable(self.router.unserved(), request.model)
         prompt = await self.preparer.prepare(request, pool, self.keys.salt_for(group or self.default_group))
-        decision = self.router.route(prompt.query(request), time.monotonic(), self.draw())
+        now = time.monotonic()
+        decision = self.router.route(prompt.query(request), now, self.draw())
         if isinstance(decision, Unroutable):
             raise unroutable(decision, request.model)
-        return decision
+        return decision, self.router.is_saturated(decision, self.max_wait_s, now)
 
 
 class _Shape(msgspec.Struct):
@@ -411,21 +459,43 @@ async def run(settings: Settings, log_level: str) -> None:
         await _run_supervisor(settings, log_level)
 
 
+def client_server(settings: Settings, data: DataPlane) -> ClientServer:
+    """The server that clients of this process speak to, and what metrics tell of it."""
+    listener, loop = Listener(settings.server.limits), asyncio.get_running_loop()
+    data.telemetry.register(
+        "gauge", "warmpath_client_connections", "Connections of clients.", [], lambda: {(): listener.num_connections}
+    )
+    data.telemetry.register(
+        "gauge", "warmpath_tasks", "Tasks of the event loop.", [], lambda: {(): len(asyncio.all_tasks(loop))}
+    )
+    return ClientServer(
+        make_server(data.public, listener, settings.server.grace_s),
+        listener,
+        drain_s=settings.server.drain_s,
+        grace_s=settings.server.grace_s,
+        cut=data.public.cut,
+    )
+
+
 async def _run_alone(settings: Settings) -> None:
     with (
         listening(settings.server.host, settings.server.port) as public_socket,
         listening(settings.admin.host, settings.admin.port) as admin_socket,
     ):
-        gateway = build_gateway(settings)
-        _first_keys(gateway.keys, settings)
-        grace_s = settings.server.grace_s
-        servers = [
-            make_server(gateway.public, Listener(settings.server.limits), grace_s),
-            make_server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), grace_s),
-        ]
+        gateway = build_gateway(settings, await open_key_store(settings))
+        await _first_keys(gateway.keys, is_open=settings.server.open)
+        public = client_server(settings, gateway.data)
+        admin = make_server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), 0.0)
+
+        def stop() -> None:
+            gateway.stopping.set()
+            if public.is_stopping:
+                admin.force_exit = True
+            public.stop()
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ask_to_stop, servers)
+            loop.add_signal_handler(number, stop)
         _log.info(
             "serving http://%s:%d/v1, admin http://%s:%d",
             *public_socket.getsockname()[:2],
@@ -433,7 +503,12 @@ async def _run_alone(settings: Settings) -> None:
         )
         spare_collections()
         async with gateway.background():
-            await asyncio.gather(servers[0].serve([public_socket]), servers[1].serve([admin_socket]))
+            serving = asyncio.create_task(admin.serve([admin_socket]))
+            try:
+                await public.serve(public_socket)
+            finally:
+                admin.should_exit = True
+                await serving
 
 
 async def _run_supervisor(settings: Settings, log_level: str) -> None:
@@ -443,8 +518,8 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
         listening(settings.admin.host, settings.admin.port) as admin_socket,
         tempfile.TemporaryDirectory(prefix="warmpath-") as bus_folder,  # only this user may enter it
     ):
-        keys = KeyStore.open(settings.state_dir)
-        _first_keys(keys, settings)
+        keys = await open_key_store(settings)
+        await _first_keys(keys, is_open=settings.server.open)
 
         def hear(batch: Batch) -> None:
             for message in batch.messages:
@@ -475,7 +550,7 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
                 port=port,
                 bus_folder=bus_folder,
                 peers=list(peers),
-                keys=encode_keys(keys),
+                keys=keys.ring.encode(),
                 members=members_of(control.registry, router),
                 healthy=[view.id for view in views if view.healthy],
                 exact=[view.id for view in views if view.trust is Trust.EXACT],
@@ -491,7 +566,7 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
             log=(log_level, settings.log.format),
             start_of=start_of,
             state=lambda: {
-                "keys": encode_keys(keys),
+                "keys": keys.ring.encode(),
                 "members": encode(members_of(control.registry, router)),
             },
             on_processes=on_processes,
@@ -526,7 +601,7 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
         spare_collections()
         bus.start()
         try:
-            async with control.background(settings):
+            async with control.background(settings), keys.following():
                 serving = asyncio.create_task(server.serve([admin_socket]))
                 try:
                     await supervisor.run()
@@ -535,17 +610,15 @@ async def _run_supervisor(settings: Settings, log_level: str) -> None:
                     await serving
         finally:
             await knowledge.aclose()
+            await keys.aclose()
             bus.close()
 
 
-def _first_keys(keys: KeyStore, settings: Settings) -> None:
-    """Take the keys of the operator's choice; where there are none at all, make them and show them, once."""
-    if settings.admin.key is not None:
-        keys.adopt(settings.admin.key.get_secret_value(), "admin", name="settings")
-    if settings.admin.join_token is not None:
-        keys.adopt(settings.admin.join_token.get_secret_value(), "join", name="settings")
+async def _first_keys(keys: KeyStore, *, is_open: bool) -> None:
+    """Where there are none at all, make them and show them, once."""
     wanted: dict[KeyKind, str] = {"admin": "admin key", "join": "join token for workers", "client": "client key"}
+    if is_open:
+        del wanted["client"]
     for kind, what in wanted.items():
-        if not keys.usable(kind) and not (kind == "client" and settings.server.open):
-            _, text = keys.create(kind, name="first")
+        if (text := await keys.create_first(kind, name="first")) is not None:
             click.echo(f"{what} (shown this once): {text}")

@@ -21,7 +21,7 @@ _OURS: Final = {
     "replicas": ("gateway.commands.console", "Show the replicas of a running gateway."),
     "explain": ("gateway.commands.explain", "Show where a request would go, and why."),
     "decisions": ("gateway.commands.explain", "Show where the last requests went."),
-    "keys": ("gateway.commands.console", "Make, list and revoke keys of a running gateway."),
+    "keys": ("gateway.commands.keys", "Make, show, change, rotate and revoke keys of a running gateway."),
 }
 _PROGRAMS: Final = {
     "worker": ("workers", "Run a replica: MODEL is a folder, a .gguf file, a hub id, 'default' or 'simulated'."),

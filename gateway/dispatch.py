@@ -13,14 +13,22 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
 
+from gateway.admission import Admission, NotAdmitted
 from gateway.api_error import ApiError
-from gateway.failures import all_busy, bad_upstream, passed_on, quarantined, unroutable, upstream_error
+from gateway.failures import (
+    all_busy,
+    bad_upstream,
+    not_admitted,
+    overloaded,
+    passed_on,
+    quarantined,
+    upstream_error,
+)
 from gateway.forwarding import Forwarding
 from gateway.homes import Home, Homes
 from gateway.openai import GenerationRequest, Usage, parse_response, parse_usage
@@ -32,6 +40,7 @@ from gateway.sse import EventRelay, SseRelay
 from gateway.tracing import UNTRACED, Attempt, Trace
 from gateway.upstream.contract import (
     ConnectRefused,
+    LocalExhaustion,
     Origin,
     Timeouts,
     Upstream,
@@ -40,12 +49,14 @@ from gateway.upstream.contract import (
     UpstreamRequest,
     UpstreamResponse,
 )
-from router import Decision, Outcome, Query, Reservation, Router, Unroutable
+from router import Asked, Decision, Outcome, Placed, Priority, Reservation, Router, Unroutable
 from router.wire import PromptField, ReplicaSpec
 
 __all__ = ["Dispatcher", "Job", "Record"]
 
 _MAX_TRIES: Final = 2
+_MAX_SENDS: Final = 4
+"""Those included where the replica said busy, after which a request waits for the next one."""
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _MAX_ERROR_BYTES: Final = 64 << 10
 _MAX_BUSY_S: Final = 60.0
@@ -59,8 +70,7 @@ _STREAM_HEADERS: Final[tuple[Header, ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """A request that may run: authenticated, within its limits, with its prompt known."""
 
     request: GenerationRequest
@@ -72,7 +82,10 @@ class Job:
     debug: bool
     """Whether the client may see how it was routed."""
     owner: str
-    """Whose responses are found again by their id: nobody else's are."""
+    """The tenant: who waits for its turn with others, and whose responses are found again by their id."""
+    weight: float = 1.0
+    """Of the tenant, against others."""
+    priority: Priority = Priority.DEFAULT
     home: str | None = None
     """The replica that keeps what this request is about. No other one could answer."""
 
@@ -81,8 +94,7 @@ class Job:
         return fingerprint(self.salt, self.request.body or self.request.path.encode())
 
 
-@dataclass(slots=True)
-class Record:
+class Record(msgspec.Struct):
     """What happened to a request: filled in as it happens, read once at its end by log, metrics and the decision ring."""
 
     request_id: str
@@ -98,11 +110,11 @@ class Record:
     client_retries: int = 0
     """How often the client's SDK says that it tried before."""
     decision: Decision | None = None
+    queued_s: float = 0.0
+    """What it waited before replicas that were all saturated."""
     tries: int = 0
     status: int = 0
     error_code: str = ""
-    queue_wait_s: float | None = None
-    """How long it waited for a replica to have room; None where it did not come to that."""
     first_byte_s: float | None = None
     """Of a generated answer; None of any other."""
     duration_s: float = 0.0
@@ -118,23 +130,34 @@ class Record:
 class _TryElsewhere(Exception):
     """This replica did not answer; `error` is what the client gets if no other one does."""
 
-    def __init__(self, error: ApiError, *, was_sent: bool = True, was_lost: bool = False) -> None:
-        """`was_sent`: it may have had work with the request. `was_lost`: its connection broke while it had the request."""
+    def __init__(
+        self, error: ApiError, *, was_sent: bool = True, was_lost: bool = False, was_busy: bool = False
+    ) -> None:
+        """`was_sent`: it may have had work with the request. `was_lost`: its connection broke while it had the request.
+        `was_busy`: it is well, and takes requests again later.
+        """
         self.error = error
         self.was_sent = was_sent
         self.was_lost = was_lost
+        self.was_busy = was_busy
 
 
 class _Held:
     """A reservation for as long as a try runs. Leaving without an outcome means that the client left."""
 
     def __init__(
-        self, router: Router, reservation: Reservation, attempt: Attempt | None, clock: Callable[[], float]
+        self,
+        router: Router,
+        reservation: Reservation,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
     ) -> None:
+        """`on_change`: called when the replica has less to do."""
         self._router = router
         self._reservation = reservation
         self._clock = clock
-        self.attempt = attempt
+        self._on_change = on_change
+        self.attempt: Attempt | None = None
         """None unless the request's trace is recorded."""
         self.outcome = Outcome.CANCELLED
         self.usage: Usage | None = None
@@ -150,6 +173,7 @@ class _Held:
     def answered(self) -> None:
         now = self._clock()
         self._router.answered(self._reservation, now)
+        self._on_change()
         if self.attempt is not None:
             self.attempt.first_byte_at = now
 
@@ -175,6 +199,7 @@ class _Held:
         cached, prompt = (usage.cached_tokens, usage.prompt_tokens) if usage is not None else (None, None)
         now = self._clock()
         self._router.finish(self._reservation, now, self.outcome, cached, prompt)
+        self._on_change()
         if self.attempt is not None:
             self.attempt.ended(now, self.outcome, usage)
 
@@ -215,6 +240,7 @@ class Dispatcher:
         router: Router,
         upstream: Upstream,
         homes: Homes,
+        admission: Admission,
         quarantine: Quarantine,
         *,
         timeouts: Timeouts,
@@ -231,6 +257,7 @@ class Dispatcher:
         self._router = router
         self._upstream = upstream
         self._homes = homes
+        self._admission = admission
         self._timeouts = timeouts
         self._commit_after_s = commit_after_s
         self._ping_s = ping_s
@@ -264,27 +291,30 @@ class Dispatcher:
         error: ApiError | None = None
         sent = 0
         has_failed = False
-        while sent < _MAX_TRIES:
-            query = job.prompt.query(job.request, self._excluded(job, tried))
-            decision = self._router.route(query, self._clock(), self._draw())
-            if isinstance(decision, Unroutable):
-                error = error or unroutable(decision, job.request.model)
-                break
-            if has_failed and not self._budget.try_begin():
-                break
+        while sent < _MAX_TRIES and record.tries < _MAX_SENDS:
             budgeted = has_failed
-            record.decision = decision
-            record.tries += 1
-            begun_at = self._clock()
+            if budgeted and not self._budget.try_begin():
+                break
             try:
-                await self._try(job, query, decision, reply, record, patience)
+                placed = await self._place(job, tried, record)
+                with _Held(self._router, placed.reservation, self._clock, self._admission.heard) as held:
+                    record.decision = placed.decision
+                    record.tries += 1
+                    await self._try(job, placed, held, reply, record, patience)
+            except NotAdmitted as refusal:
+                if not tried:
+                    error = not_admitted(refusal.why, job.request.model)
+                break
             except _TryElsewhere as failure:
                 error = failure.error
-                tried |= {decision.replica_id}
+                self._on_failed_try(job.request.model, error.code)
+                if failure.was_busy and not tried and job.home is None:
+                    continue  # the router knows until when; meanwhile another one may be free
+                replica_id = placed.decision.replica_id
+                tried |= {replica_id}
                 sent += failure.was_sent
                 has_failed = failure.was_sent and not failure.was_lost
-                self._on_failed_try(job.request.model, error.code)
-                if failure.was_lost and self._crashed(job, decision.replica_id, begun_at):
+                if failure.was_lost and self._crashed(job, replica_id, placed.reservation.begun_at):
                     raise quarantined(500) from failure
             else:
                 return
@@ -296,6 +326,29 @@ class Dispatcher:
             error.should_retry = False  # a client that comes back at once would multiply what we have tried in vain
         raise error
 
+    async def _place(self, job: Job, tried: frozenset[str], record: Record) -> Placed:
+        """Where to send it, with its work promised there. Raises `NotAdmitted`.
+
+        The first time it may have to wait for that. What cannot go everywhere does not wait: a second try has waited, and
+        where only one replica will do, its place in the queue would hold up those who could go elsewhere.
+        """
+        query = job.prompt.query(job.request, self._excluded(job, tried))
+        if query.exclude:
+            now = self._clock()
+            decision = self._router.route(query, now, self._draw())
+            if isinstance(decision, Unroutable):
+                raise NotAdmitted(decision)
+            return Placed(decision, self._router.begin(decision, query, job.request_id, now))
+        asked = Asked(query, job.request_id, job.owner, job.weight, job.priority)
+        placed = self._admission.try_pass(asked)
+        if placed is None:
+            began = self._clock()
+            try:
+                placed = await self._admission.wait(asked, record.started_at)
+            finally:
+                record.queued_s += self._clock() - began
+        return placed
+
     def _excluded(self, job: Job, tried: frozenset[str]) -> frozenset[str]:
         """A request that has a home goes there or nowhere."""
         if job.home is None:
@@ -303,26 +356,26 @@ class Dispatcher:
         return tried | {replica.id for replica in self._router.replicas() if replica.id != job.home}
 
     async def _try(
-        self, job: Job, query: Query, decision: Decision, reply: Reply, record: Record, patience: _Patience | None
+        self, job: Job, placed: Placed, held: _Held, reply: Reply, record: Record, patience: _Patience | None
     ) -> None:
-        now = self._clock()
-        spec = self._router.spec(decision.replica_id)
-        attempt = record.trace.begin_attempt(decision, spec.kind, spec.url, now)
-        reservation = self._router.begin(decision, query, job.request_id, now)
-        with _Held(self._router, reservation, attempt, self._clock) as held:
-            try:
-                response = await self._upstream.send(self._upstream_request(job, spec, record.trace.headers(attempt)))
-            except UpstreamError as error:
-                raise held.failed(error) from error
-            try:
-                if response.status != 200:
-                    await self._pass_refusal(response, job, decision.replica_id, held, reply)
-                elif patience is not None:
-                    await self._relay_stream(response, job, held, reply, record, patience)
-                else:
-                    await self._relay_whole(response, job, held, reply, record)
-            finally:
-                await response.aclose()
+        spec = self._router.spec(held.replica_id)
+        held.attempt = record.trace.begin_attempt(placed.decision, spec.kind, spec.url, held.begun_at)
+        try:
+            trace = record.trace.headers(held.attempt)
+            response = await self._upstream.send(self._upstream_request(job, spec, trace))
+        except LocalExhaustion as error:
+            raise overloaded() from error  # another replica would need a connection as well
+        except UpstreamError as error:
+            raise held.failed(error) from error
+        try:
+            if response.status != 200:
+                await self._pass_refusal(response, job, held, reply)
+            elif patience is not None:
+                await self._relay_stream(response, job, held, reply, record, patience)
+            else:
+                await self._relay_whole(response, job, held, reply, record)
+        finally:
+            await response.aclose()
 
     def _upstream_request(self, job: Job, spec: ReplicaSpec, trace: Sequence[Header]) -> UpstreamRequest:
         origin, prefix = Origin.parse(spec.url)
@@ -339,6 +392,7 @@ class Dispatcher:
                 salt=job.salt,
                 seed=job.seed,
                 request_id=job.request_id,
+                priority=job.priority,
             )
         return UpstreamRequest(
             method=job.request.method,
@@ -349,9 +403,7 @@ class Dispatcher:
             timeouts=self._timeouts,
         )
 
-    async def _pass_refusal(
-        self, response: UpstreamResponse, job: Job, replica_id: str, held: _Held, reply: Reply
-    ) -> None:
+    async def _pass_refusal(self, response: UpstreamResponse, job: Job, held: _Held, reply: Reply) -> None:
         """A status other than 200: the client's mistake passes through, a busy or broken replica is left for another."""
         status = response.status
         headers = dict(response.headers)
@@ -359,11 +411,11 @@ class Dispatcher:
         if status == 429 or (status == 503 and wait_s is not None):
             held.outcome = Outcome.BUSY
             wait_s = min(wait_s if wait_s is not None else 1.0, _MAX_BUSY_S)
-            self._router.busy(replica_id, self._clock() + wait_s)
+            self._router.busy(held.replica_id, self._clock() + wait_s)
             error = all_busy(wait_s)
             if held.attempt is not None:
                 held.attempt.error_code = error.code
-            raise _TryElsewhere(error)
+            raise _TryElsewhere(error, was_busy=True)
         if status in (401, 403) or (status >= 500 and status != 501) or status < 400:
             raise held.failed(bad_upstream(f"A replica answered with status {status}."))
         try:
@@ -389,7 +441,7 @@ class Dispatcher:
         if job.request.generates:
             record.first_byte_s = elapsed_s
         await reply.json(200, body, _answer_headers(job, record, elapsed_s))
-        self._settle(usage, held, record)
+        self._settle(usage, job, held, record)
 
     def _read_response(self, body: bytes, job: Job, record: Record) -> Usage | None:
         """Of a new response its usage; one that was there already is counted no second time."""
@@ -447,16 +499,18 @@ class Dispatcher:
             await reply.end(relay.error_event(message, code="upstream_lost"))
             return
         await reply.end()
-        self._settle(relay.usage if not job.request.subpath else None, held, record)
+        self._settle(relay.usage if not job.request.subpath else None, job, held, record)
         await _read_to_end(response)
 
     def _crashed(self, job: Job, replica_id: str, begun_at: float) -> bool:
         return self._quarantine.crashed(job.fingerprint, replica_id, begun_at, self._clock())
 
-    def _settle(self, usage: Usage | None, held: _Held, record: Record) -> None:
+    def _settle(self, usage: Usage | None, job: Job, held: _Held, record: Record) -> None:
         held.outcome = Outcome.OK
         record.usage = held.usage = usage
         record.is_answered = True
+        if usage is not None:
+            self._admission.answered(job.request.model, job.owner, usage.completion_tokens)
 
 
 async def _first_output(response: UpstreamResponse, relay: EventRelay) -> bytes:

@@ -12,9 +12,20 @@ import msgspec
 from gateway.api_error import ApiError
 from gateway.openai import GenerationRequest
 from gateway.upstream.contract import ConnectFailed, UpstreamTimeout
-from router import Unroutable
+from router import Dropped, Unroutable
 
-__all__ = ["all_busy", "bad_upstream", "passed_on", "quarantined", "unroutable", "unsupported", "upstream_error"]
+__all__ = [
+    "all_busy",
+    "bad_upstream",
+    "not_admitted",
+    "overloaded",
+    "passed_on",
+    "quarantined",
+    "shutting_down",
+    "unroutable",
+    "unsupported",
+    "upstream_error",
+]
 
 _MAX_TOLD_CHARS: Final = 200
 
@@ -22,6 +33,16 @@ _MAX_TOLD_CHARS: Final = 200
 def quarantined(status: int) -> ApiError:
     message = "Replicas were lost while they answered this request, so it is not sent to another one for a while."
     return ApiError(status, "request_quarantined", message, should_retry=False)
+
+
+def overloaded() -> ApiError:
+    message = "The gateway has no room for another connection to a replica. Try again later."
+    return ApiError(503, "gateway_overloaded", message, retry_after_s=1.0)
+
+
+def shutting_down() -> ApiError:
+    message = "The gateway was stopped before this answer was complete. Another one may take the request."
+    return ApiError(503, "gateway_shutdown", message, retry_after_s=1.0)
 
 
 def bad_upstream(message: str) -> ApiError:
@@ -47,6 +68,18 @@ def unroutable(why: Unroutable, model: str) -> ApiError:
     return ApiError(
         503, "no_replica", f"No replica of '{model}' can take requests now.", retry_after_s=why.retry_after_s
     )
+
+
+def not_admitted(why: Dropped | Unroutable, model: str) -> ApiError:
+    """No replica for it: there is none, or the queue before them did not let it through."""
+    if isinstance(why, Unroutable):
+        return unroutable(why, model)
+    if why.why == "no_replica":
+        return unroutable(Unroutable("no_replica", why.retry_after_s), model)
+    error = all_busy(why.retry_after_s)
+    if why.in_vain:
+        error.should_retry = False  # an SDK would come back three times within the time that it would have to wait
+    return error
 
 
 def all_busy(retry_after_s: float) -> ApiError:

@@ -7,25 +7,26 @@ becomes one answer in OpenAI's shape here, at the edge.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Final, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api_error import ApiError
+from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Job, Record
-from gateway.failures import unroutable, unsupported
+from gateway.failures import shutting_down, unroutable, unsupported
 from gateway.homes import Home, Homes
-from gateway.keys import KeyRecord, KeyStore
+from gateway.keys import KeyRecord, KeyScope
 from gateway.limits import (
     LOCAL_HEADER,
     Caller,
     Limiter,
-    Quota,
     Refused,
     Rules,
     limit_headers,
@@ -49,6 +50,7 @@ from gateway.server.asgi import (
 from gateway.spending import Spending
 from gateway.sse import error_event
 from gateway.stored import StoredCall, parse_stored_call
+from gateway.tenants import Standing, priority_asked
 from gateway.tokenizing import Tokenizing
 from gateway.tracing import Trace
 from router import Pool, Router, UnknownReplica
@@ -60,18 +62,30 @@ PUBLIC_GROUP: Final = "public"
 """The sharing group, and the tenant, of everyone when the gateway is open."""
 _OWN_WORKERS_LACK: Final = frozenset({"/v1/embeddings", "/v1/responses"})
 _TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
+_SCOPES: Final[dict[str, KeyScope]] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "tokenize",
+}
+"""What a key needs for each of `ENDPOINTS`."""
+_LAST_WORDS_S: Final = 1.0
+"""A client that does not take them in time has stopped reading."""
 _MAX_RETRY_DIGITS: Final = 3
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
+_USUAL: Final = Standing()
 _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
 """Of a request that fills no cache: it goes where it waits least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use the gateway. `keys` is None when it is open to everyone who reaches it."""
+    """Who may use the gateway. `authenticator` is None when it is open to everyone who reaches it."""
 
-    keys: KeyStore | None
+    authenticator: Authenticator | None
     rules: Rules
     limiter: Limiter
     salt_for: Callable[[str], str]
@@ -89,12 +103,15 @@ class HotPath:
         tokenizing: Tokenizing,
         dispatcher: Dispatcher,
         homes: Homes,
+        tenants: Mapping[str, Standing],
         max_body_bytes: int,
         clock: Callable[[], float],
         begin_trace: Callable[[Iterable[Header]], Trace],
         on_finish: Callable[[Record], None],
     ) -> None:
-        """`rest` serves every other route. `on_finish` is called once for each request that came to one of ours."""
+        """`rest` serves every other route. `tenants`: those that stand otherwise than usual. `on_finish` is called once for
+        each request that came to one of ours.
+        """
         self._rest = rest
         self._router = router
         self._access = access
@@ -103,12 +120,24 @@ class HotPath:
         self._tokenizing = tokenizing
         self._dispatcher = dispatcher
         self._homes = homes
+        self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._begin_trace = begin_trace
         self._on_finish = on_finish
-        self.in_flight = 0
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_cut = False
+
+    @property
+    def in_flight(self) -> int:
         """Requests being answered."""
+        return len(self._running)
+
+    def cut(self) -> None:
+        """End every answer that still runs with a clear error: this process is about to end."""
+        self._is_cut = True
+        for task in self._running:
+            task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -129,7 +158,8 @@ class HotPath:
             method=scope["method"],
             client_retries=_client_retries(scope),
         )
-        self.in_flight += 1
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._running.add(task)
         try:
             await self._answer(scope, receive, reply, record, stored)
             record.status = reply.status or 0
@@ -140,6 +170,11 @@ class HotPath:
             else:  # committed while it waited for its first token
                 await reply.end(_error_event(record.endpoint, error))
             record.status = reply.status or 0
+        except asyncio.CancelledError:
+            if not self._is_cut:
+                raise
+            task.uncancel()
+            await _say_cut(reply, record)
         except ClientGone:
             record.status, record.error_code = 499, "client_gone"
         except Exception:
@@ -150,17 +185,19 @@ class HotPath:
             else:
                 raise  # the server closes the connection: the client sees a broken body, never a complete one
         finally:
-            self.in_flight -= 1
+            self._running.discard(task)
             record.duration_s = self._clock() - record.started_at
             self._on_finish(record)
 
     async def _answer(
         self, scope: Scope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
     ) -> None:
-        key = authenticate(self._access.keys, scope)
+        key = authenticate(self._access.authenticator, scope, _SCOPES[record.endpoint])
         owner = record.tenant = key.tenant if key is not None else PUBLIC_GROUP
         if key is not None:
             record.key_id = key.id
+        standing = self._tenants.get(owner, _USUAL)
+        priority = priority_asked(scope["headers"], standing.priority)
         caller = self._caller(key, owner)
         if caller.early and (refused := self._access.limiter.look(caller.early)) is not None:
             raise _refuse(refused, reply, record)
@@ -173,7 +210,7 @@ class HotPath:
             request = parse_request(cast(Endpoint, scope["path"]), body, open_access=key is None)
             if request.follows is not None and (known := self._home(owner, request.follows)) is not None:
                 home = known.replica_id if known.model == request.model else None
-        pool = self._pool(request)
+        pool = self._pool(request, key)
         record.model = request.model
         record.stream = request.stream
         salt = self._access.salt_for(key.group if key is not None else PUBLIC_GROUP)
@@ -187,6 +224,8 @@ class HotPath:
                 request_id=reply.request_id,
                 debug=key is not None and key.debug,
                 owner=owner,
+                weight=standing.weight,
+                priority=priority,
                 home=home,
             )
 
@@ -224,7 +263,7 @@ class HotPath:
     def _caller(self, key: KeyRecord | None, tenant: str) -> Caller:
         if key is None:
             return self._access.rules.caller(None, None, tenant)
-        return self._access.rules.caller(key.id, _quota(key), tenant)
+        return self._access.rules.caller(key.id, key.limits, tenant)
 
     async def _admit(
         self, caller: Caller, request: GenerationRequest, prompt: PreparedPrompt, reply: Reply, record: Record
@@ -233,7 +272,8 @@ class HotPath:
         rules, limiter = self._access.rules, self._access.limiter
         limits = rules.limits(caller, request.model)
         max_tokens = request.max_tokens if request.generates else 0
-        amounts = rules.amounts(request.model, prompt.num_tokens, max_tokens, request.choices)
+        choices = request.choices * prompt.num_prompts
+        amounts = rules.amounts(request.model, prompt.total_tokens, max_tokens, choices)
         verdict = limiter.try_reserve(limits, amounts)
         if verdict is None:
             verdict = await limiter.reserve(limits, amounts)
@@ -242,7 +282,7 @@ class HotPath:
         reply.headers += limit_headers(verdict.limits, verdict.left)
         if verdict.is_local:
             reply.headers.append(LOCAL_HEADER)
-        return Spending(verdict, rules, record, prompt.num_tokens)
+        return Spending(verdict, rules, record, prompt.total_tokens)
 
     def _find(self, stored: StoredCall, owner: str) -> tuple[GenerationRequest, str]:
         """A call for a response that is there already → the request for the replica that made it, and that replica."""
@@ -259,22 +299,31 @@ class HotPath:
         except UnknownReplica:
             return None
 
-    def _pool(self, request: GenerationRequest) -> Pool:
+    def _pool(self, request: GenerationRequest, key: KeyRecord | None) -> Pool:
         pool = self._router.pool(request.model)
-        if pool is None:
+        if pool is None or (
+            key is not None and not key.may_ask(request.model)
+        ):  # one answer: nobody learns what there is
             raise unroutable(self._router.unserved(), request.model)
         if pool.key_space == "tokens" and request.endpoint in _OWN_WORKERS_LACK:
             raise unsupported(request)
         return pool
 
 
-def _quota(key: KeyRecord) -> Quota | None:
-    return _quotas(key.requests_per_minute)
-
-
-@cache
-def _quotas(requests_per_minute: int | None) -> Quota | None:
-    return None if requests_per_minute is None else Quota(requests_per_minute=requests_per_minute)
+async def _say_cut(reply: Reply, record: Record) -> None:
+    """The last words of an answer that was cut. One that cannot have any is left broken, which the server shows as such."""
+    if reply.complete:
+        record.status = reply.status or 0
+        return
+    error = shutting_down()
+    record.error_code = error.code
+    record.status = reply.status or error.status
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORDS_S):
+            if reply.status is None:
+                await reply.error(error)
+            elif reply.streams:
+                await reply.end(_error_event(record.endpoint, error))
 
 
 def _refuse(refused: Refused, reply: Reply, record: Record) -> ApiError:
@@ -289,16 +338,15 @@ def _error_event(endpoint: str, error: ApiError) -> bytes:
     return error_event(error.message, code=error.code, type_=error.type)
 
 
-def authenticate(keys: KeyStore | None, scope: Scope) -> KeyRecord | None:
-    """The caller's key; None when the gateway is open. Raises `ApiError` 401 for everything that is no valid key."""
-    if keys is None:
+def authenticate(authenticator: Authenticator | None, scope: Scope, needs: KeyScope) -> KeyRecord | None:
+    """The caller's key; None when the gateway is open. Raises `ApiError`: 401 for everything that is no valid client key, 403
+    for one that may not use what it `needs` here.
+    """
+    if authenticator is None:
         return None
-    try:
-        key = keys.verify(header(scope, b"authorization") or b"", "client")
-    except ApiError:
-        key = None
-    if key is None:
-        raise ApiError(401, "invalid_api_key", "Incorrect API key provided.")
+    key = authenticator.client(scope)
+    if not key.may_use(needs):
+        raise ApiError(403, "insufficient_permissions", f"This key does not have the scope '{needs}'.")
     return key
 
 

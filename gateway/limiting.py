@@ -54,7 +54,7 @@ def build_limiter(
     if settings.redis.url is not None:
         from gateway.limits.redis_ledger import RedisLedger  # the client library takes 0.2 s to import
 
-        link = RedisLedger(settings.redis.url.get_secret_value())
+        link = RedisLedger(settings.redis.url.get_secret_value(), deadline_s=settings.redis.deadline_s)
         sharers = hosts * processes
     elif hosts > 1:
         _log.warning(
@@ -62,13 +62,21 @@ def build_limiter(
         )
     if link is None:
         return LocalLimiter(own, time.monotonic, time.time)
+
+    def mode_changed(is_local: bool) -> None:
+        if is_local:
+            _log.warning("limits: the ledger is away; this process lets a share of 1 in %d through", sharers)
+        else:
+            _log.info("limits: the ledger is back")
+        on_mode(is_local)
+
     return LeasingLimiter(
         link,
         LocalLimiter(own, time.monotonic, time.time, share=sharers, is_fallback=True),
         time.monotonic,
         name=f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",
         processes=sharers,
-        on_mode=on_mode,
+        on_mode=mode_changed,
         on_error=on_error,
     )
 
@@ -79,6 +87,7 @@ async def limiter_running(limiter: Limiter) -> AsyncIterator[None]:
     if not isinstance(limiter, LeasingLimiter):
         yield
         return
+    await limiter.begin()
     running = asyncio.create_task(limiter.run())
     try:
         yield

@@ -199,7 +199,7 @@ def _require_prompt(endpoint: Endpoint, fields: _Body) -> None:
     wanted = _PROMPT_FIELDS[endpoint]
     if wanted is None:
         return
-    value = bytes(getattr(fields, wanted))
+    value = bytes(memoryview(getattr(fields, wanted))[:4])
     if value in (b"", b"null"):
         raise ApiError(400, "missing_required_parameter", f"Missing required parameter: '{wanted}'.", param=wanted)
     if wanted == "messages" and not value.startswith(b"["):
@@ -242,7 +242,7 @@ def _followed(fields: _Body) -> str | None:
 def _refuse_inner_fields(fields: _Body, *, open_access: bool) -> None:
     refused = ("warmpath",) if open_access else ("warmpath", *_REFUSED)
     for name in refused:
-        if bytes(getattr(fields, name)):
+        if getattr(fields, name) is not _ABSENT:
             raise ApiError(400, "unknown_parameter", f"Unknown parameter: '{name}'.", param=name)
 
 

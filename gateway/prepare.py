@@ -8,11 +8,13 @@ is done where it is.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
+
+import msgspec
 
 from gateway.api_error import ApiError
 from gateway.openai import GenerationRequest
@@ -29,12 +31,15 @@ _LOOP_S: Final = 0.0015
 _TEXT_S_PER_BYTE: Final = 3e-9
 _TEXT_S_PER_MESSAGE: Final = 4e-6
 """What the text key of a body costs."""
+_MOST_CHARS_PER_TOKEN: Final = 4
+"""Of prompts that are not tokenized here. Else a first one of one long token would make those after it look short."""
+_FITS_BYTES: Final = 8 << 10
+"""Whatever is in them: a message takes 24 bytes at least."""
 _NAME_CACHE_BYTES: Final = 32 << 20
 """Names of 12 million tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
+class PreparedPrompt(msgspec.Struct, frozen=True):
     names: list[BlockName]
     num_tokens: int
     """Exact in a token pool, an estimate from bytes in a text pool."""
@@ -44,6 +49,10 @@ class PreparedPrompt:
     """Whether special tokens in the texts of messages are text, for a replica that renders them itself."""
     num_bytes: int = 0
     """Of its canonical text, in a text pool."""
+    num_prompts: int = 1
+    """Of a body with several, each of which is answered; it is routed by its first."""
+    total_tokens: int = 0
+    """Of all of them: of those after the first an estimate."""
 
     def query(self, request: GenerationRequest, exclude: frozenset[str] = frozenset()) -> Query:
         """What to ask the router. `exclude`: replicas that were tried already."""
@@ -89,7 +98,7 @@ class Preparer:
     async def prepare(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         """Raises `ApiError` 400 for a prompt that cannot be rendered."""
         prompter = self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None
-        if _seconds(request, prompter) <= _LOOP_S:
+        if _fits_the_loop(request, prompter):
             return self.prepare_now(request, pool, salt)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self.prepare_now, request, pool, salt)
@@ -101,46 +110,86 @@ class Preparer:
         escape = pool.key_space == "tokens" and self._escapes(pool.model)
         try:
             if prompter is None:
-                text = canonical_text(request.fields())
+                fields = request.fields()
+                text = canonical_text(fields)
                 num_tokens = int(len(text) / pool.bytes_per_token) + 1
                 names = chunk_names(text, root)
-                return PreparedPrompt(names, num_tokens, ids=None, escape=escape, num_bytes=len(text))
-            packed, single = _packed_ids(request, prompter, escape)
+                num_prompts, _ = _prompts(fields.get("prompt"))
+                return PreparedPrompt(
+                    names,
+                    num_tokens,
+                    ids=None,
+                    escape=escape,
+                    num_bytes=len(text),
+                    num_prompts=num_prompts,
+                    total_tokens=num_tokens,
+                )
+            packed, num_prompts, rest = _packed_ids(request, prompter, escape)
         except PromptError as error:
             raise ApiError(400, error.code, str(error), param=error.param) from error
         names = self._names.names(packed, root, pool.block_size)
-        return PreparedPrompt(names, len(packed) // 4, ids=encode_ids(packed) if single else None, escape=escape)
+        num_tokens = len(packed) // 4
+        return PreparedPrompt(
+            names,
+            num_tokens,
+            ids=encode_ids(packed) if num_prompts == 1 else None,
+            escape=escape,
+            num_prompts=num_prompts,
+            total_tokens=num_tokens + rest,
+        )
 
 
-def _seconds(request: GenerationRequest, prompter: Prompter | None) -> float:
-    """What preparing it will cost if nothing of it was seen before."""
-    num_bytes = len(request.body)
-    num_messages = request.body.count(b'"role"')
-    if prompter is None:
-        return num_bytes * _TEXT_S_PER_BYTE + num_messages * _TEXT_S_PER_MESSAGE
-    return prompter.seconds(num_bytes, num_messages)
+def _fits_the_loop(request: GenerationRequest, prompter: Prompter | None) -> bool:
+    """Whether preparing it will take little time, even if nothing of it was seen before."""
+    body = request.body
+    if prompter is not None:
+        return prompter.seconds(len(body), body.count(b'"role"')) <= _LOOP_S
+    most_messages = (_LOOP_S - len(body) * _TEXT_S_PER_BYTE) / _TEXT_S_PER_MESSAGE
+    # Long texts hold few braces, and to count them one by one passes over the rest at the speed of memory.
+    return len(body) <= _FITS_BYTES or _has_few_objects(body, most_messages) or body.count(b'"role"') <= most_messages
 
 
-def _packed_ids(request: GenerationRequest, prompter: Prompter, escape: bool) -> tuple[bytes, bool]:
-    """Ids as u32le to route by, and whether they are the whole prompt. A body with several prompts is routed by its first.
+def _has_few_objects(body: bytes, most: float) -> bool:
+    """Whether there are so many at most, each of which may be a message."""
+    at = -1
+    count = 0
+    while count <= most:
+        at = body.find(b"{", at + 1)
+        if at < 0:
+            return True
+        count += 1
+    return False
+
+
+def _packed_ids(request: GenerationRequest, prompter: Prompter, escape: bool) -> tuple[bytes, int, int]:
+    """Ids of the first prompt as u32le, to route by; how many prompts there are, and about how many tokens those after it have.
 
     `escape` is for messages: a plain prompt is written by who knows the model's tokens, and means them.
     """
     fields = request.fields()
     if request.is_chat:
         check_chat(fields)
-        return prompter.pack_chat(fields, now=datetime.now(UTC), escape=escape), True
+        return prompter.pack_chat(fields, now=datetime.now(UTC), escape=escape), 1, 0
     prompt = fields["prompt"]
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        first, single = prompt[0], len(prompt) == 1
-    else:
-        first, single = prompt, True
+    is_one = not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int)
+    first = prompt if is_one else prompt[0]
     if isinstance(first, str):
-        return prompter.pack_text(first, fields.get("add_special_tokens") is not False), single
-    if (
+        packed = prompter.pack_text(first, fields.get("add_special_tokens") is not False)
+    elif (
         isinstance(first, list)
         and first
         and all(type(token) is int and 0 <= token <= prompter.max_id for token in first)
     ):
-        return pack_ids(first), single
-    raise PromptError("'prompt' must be a string, a list of strings, a list of token ids or a list of such lists.")
+        packed = pack_ids(first)
+    else:
+        raise PromptError("'prompt' must be a string, a list of strings, a list of token ids or a list of such lists.")
+    num_prompts, rest = _prompts(prompt)
+    per_unit = max(len(packed) / 4 / max(len(first), 1), 1 / _MOST_CHARS_PER_TOKEN)
+    return packed, num_prompts, math.ceil(rest * per_unit)
+
+
+def _prompts(prompt: object) -> tuple[int, int]:
+    """How many there are, and how many characters or ids those after the first have."""
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return 1, 0
+    return len(prompt), sum(len(each) for each in prompt[1:] if isinstance(each, (str, list)))

@@ -15,9 +15,10 @@ from starlette.types import ASGIApp
 
 from gateway.admin.rest import answer_error, answer_framework_error, with_request_id
 from gateway.api_error import ApiError
+from gateway.authentication import Authenticator
 from gateway.failures import unroutable
 from gateway.hotpath import authenticate
-from gateway.keys import KeyStore
+from gateway.keys import KeyRecord
 from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS
 from router import Pool, Router, Unroutable
@@ -26,29 +27,32 @@ __all__ = ["public_app"]
 
 
 def public_app(
-    router: Router, cards: ModelCards, keys: KeyStore | None, unix_time: Callable[[float], float]
+    router: Router, cards: ModelCards, authenticator: Authenticator | None, unix_time: Callable[[float], float]
 ) -> ASGIApp:
-    """`keys`: None when the gateway is open. `unix_time`: of a time on the router's clock."""
+    """`authenticator`: None when the gateway is open. `unix_time`: of a time on the router's clock."""
 
     def entry(pool: Pool) -> dict[str, Any]:
         return cards.entry(pool.model, unix_time(pool.created))
 
+    def is_shown(model: str, key: KeyRecord | None) -> bool:
+        return key is None or key.may_ask(model)
+
     async def list_models(request: Request) -> Response:
-        authenticate(keys, request.scope)
-        pools = filter(None, map(router.pool, router.models()))
+        key = authenticate(authenticator, request.scope, "models")
+        pools = filter(None, (router.pool(model) for model in router.models() if is_shown(model, key)))
         return _json({"object": "list", "data": list(map(entry, pools))})
 
     async def show_model(request: Request) -> Response:
-        authenticate(keys, request.scope)
+        key = authenticate(authenticator, request.scope, "models")
         model: str = request.path_params["model"]
         pool = router.pool(model)
-        if pool is None:
+        if pool is None or not is_shown(model, key):
             raise unroutable(Unroutable("model_not_found"), model)
         return _json(entry(pool))
 
     async def no_response(request: Request) -> Response:
         """The hot path takes the calls for ids that can be some."""
-        authenticate(keys, request.scope)
+        authenticate(authenticator, request.scope, "responses")
         raise ApiError(404, "response_not_found", "There is no such response.")
 
     app = Starlette(

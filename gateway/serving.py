@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, cast
 
 import uvicorn
@@ -15,9 +16,11 @@ from starlette.types import ASGIApp
 from gateway.log_format import JsonFormatter
 from gateway.server.listener import Listener
 
-__all__ = ["ask_to_stop", "bound", "configure_logging", "listening", "make_server", "spare_collections"]
+__all__ = ["bound", "configure_logging", "listening", "make_server", "spare_collections"]
 
 _BACKLOG: Final = 2048
+_CUT_S: Final = 2.0
+"""After the grace, for the last words of answers that were cut to reach their clients."""
 
 
 @contextlib.contextmanager
@@ -55,6 +58,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def make_server(app: ASGIApp, listener: Listener, grace_s: float) -> uvicorn.Server:
+    """One that no signal ends by itself. Told to exit, it cancels what still runs when the grace and a moment more are over."""
     return _Server(
         uvicorn.Config(
             app,
@@ -64,7 +68,7 @@ def make_server(app: ASGIApp, listener: Listener, grace_s: float) -> uvicorn.Ser
             ws="none",
             access_log=False,
             log_config=None,
-            timeout_graceful_shutdown=max(1, round(grace_s)),
+            timeout_graceful_shutdown=math.ceil(grace_s + _CUT_S),
         )
     )
 
@@ -74,13 +78,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Several servers may share a process, so none may own its signals; whoever runs them does."""
         yield
-
-
-def ask_to_stop(servers: Iterable[uvicorn.Server]) -> None:
-    """Asked again, they wait for no answer that still runs."""
-    for server in servers:
-        server.force_exit = server.should_exit
-        server.should_exit = True
 
 
 def spare_collections() -> None:

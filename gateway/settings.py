@@ -1,8 +1,9 @@
 """Everything that can be set: one YAML file, ``WARMPATH_*`` variables and flags become one frozen value, once, at the start.
 
 Flags win over the environment, the environment over the file, the file over the defaults here. A nested setting's variable
-has two underscores: ``WARMPATH_SERVER__PORT=9000``; lists are JSON. Unknown names are refused, and all faults are told at
-once. This is the only module of the gateway that reads the environment; everybody else receives values.
+has two underscores: ``WARMPATH_SERVER__PORT=9000``; lists are JSON. A secret may stand in a file of its own, which is named
+instead: ``admin: {key_file: /run/secrets/key}``, ``WARMPATH_ADMIN__KEY_FILE=/run/secrets/key``. Unknown names are refused, and
+all faults are told at once. This is the only module of the gateway that reads the environment; everybody else receives values.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -34,15 +36,18 @@ from pydantic_settings import SettingsError as EnvironmentFault
 
 from gateway.admin.addresses import AllowList, PortRange, base_url
 from gateway.admin.registry import checked_model, checked_replica_id
-from gateway.keys import checked_label
+from gateway.keys import GivenKey, KeyScope, checked_label, checked_pattern
 from gateway.limits import Quota
 from gateway.server.connection import ListenerLimits
-from router import PolicyName, RoutingSettings
+from gateway.tenants import PRIORITIES, Standing
+from router import GateSettings, PolicyName, RoutingSettings
 from router.wire import ReplicaSpec
 
 __all__ = [
     "AdminSettings",
     "AdmissionSettings",
+    "KeySettings",
+    "KeysGroup",
     "LeaseSettings",
     "LimitSettings",
     "LogSettings",
@@ -53,6 +58,7 @@ __all__ = [
     "RegistrySettings",
     "ReplicaSettings",
     "RoutingGroup",
+    "Secret",
     "ServerSettings",
     "Settings",
     "SettingsError",
@@ -60,6 +66,7 @@ __all__ = [
     "TelemetrySettings",
     "TenantSettings",
     "TracingSettings",
+    "UpstreamSettings",
     "load_settings",
     "redacted",
 ]
@@ -67,6 +74,7 @@ __all__ = [
 _PREFIX: Final = "WARMPATH_"
 _ROUTING: Final = RoutingSettings()
 _LISTENER: Final = ListenerLimits()
+_GATE: Final = GateSettings()
 _MASK: Final = "**********"
 """What a secret is printed as."""
 
@@ -81,6 +89,18 @@ class SettingsError(Exception):
 
 def _unless_masked(value: object) -> object:
     return None if value == _MASK else value
+
+
+def _checked_hex(value: SecretStr | None) -> SecretStr | None:
+    if value is not None and not re.fullmatch("([0-9a-fA-F]{2}){32,256}", value.get_secret_value()):
+        raise ValueError("must be 32 bytes or more in hex, as `openssl rand -hex 32` makes them")
+    return value
+
+
+def _checked_time(value: datetime) -> datetime:
+    if value.tzinfo is None:
+        raise ValueError("must say its time zone, as in 2027-01-31T12:00:00Z")
+    return value
 
 
 def _parse_ports(value: object) -> PortRange:
@@ -98,6 +118,8 @@ Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 SpecialTokens = Literal["parse", "escape"]
 Secret = Annotated[SecretStr | None, BeforeValidator(_unless_masked)]
 """None when not given, and when it is the mask: printed settings can be loaded again, without pretending to a secret."""
+HexSecret = Annotated[Secret, AfterValidator(_checked_hex)]
+Name = Annotated[str, AfterValidator(checked_label)]
 Ports = Annotated[PortRange, PlainValidator(_parse_ports), PlainSerializer(str, return_type=str)]
 ReplicaUrl = Annotated[str, AfterValidator(base_url)]
 
@@ -116,8 +138,11 @@ class ServerSettings(_Group):
     """That share the port. One process uses one core; more than there are cores only cost."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 << 20
     """About a million tokens of English; more is a mistake or an attack."""
-    grace_s: Seconds = 30.0
-    """How long running answers may go on after SIGTERM; Kubernetes kills after 30 s by default."""
+    grace_s: Seconds = 25.0
+    """How long running answers may go on after SIGTERM. Kubernetes kills after 30 s by default, and what is left then must be
+    told that it was cut."""
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """Of that, how long new connections are still accepted, for load balancers that learn of the end late."""
     max_connections: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     """None: two fifths of the descriptors that the process may have, since each may need another one to a replica."""
     head_s: Seconds = _LISTENER.head_s
@@ -133,6 +158,12 @@ class ServerSettings(_Group):
     def _open_means_loopback(self) -> ServerSettings:
         if self.open and not _is_loopback(self.host):
             raise ValueError("open needs host 127.0.0.1, ::1 or localhost: it would serve everybody who reaches it")
+        return self
+
+    @model_validator(mode="after")
+    def _drain_within_grace(self) -> ServerSettings:
+        if self.drain_s >= self.grace_s:
+            raise ValueError("drain_s is a part of grace_s, and must be less")
         return self
 
     @property
@@ -224,6 +255,13 @@ class StreamSettings(_Group):
     """Between two such comments."""
 
 
+class UpstreamSettings(_Group):
+    """How replicas are spoken to."""
+
+    transport: Literal["native", "httpx"] = "native"
+    """httpx: a connection a request and some 80 times the CPU; to compare with, should the native client be in doubt."""
+
+
 class QuotaSettings(_Group):
     """What somebody may use. None is no limit; 0 is refused, since people mean both by it."""
 
@@ -258,6 +296,64 @@ class LimitSettings(QuotaSettings):
     long as it is away."""
 
 
+class KeySettings(_Group):
+    """A client key of the operator's choice. It is in use while it stands here, and never stored."""
+
+    name: Name
+    tenant: Name = "default"
+    group: Name | None = None
+    """Who may hit each other's cached prefixes; by default a tenant is a group."""
+    key: Secret = None
+    """wp-ID-SECRET; or, where the text must stay elsewhere:"""
+    id: Annotated[str, Field(pattern="^[a-z0-9]{4,32}$")] | None = None
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """Hex HMAC-SHA256 of the key's text under the pepper."""
+    scopes: tuple[KeyScope, ...] = ()
+    models: tuple[Annotated[str, AfterValidator(checked_pattern)], ...] = ()
+    limits: QuotaSettings = QuotaSettings()
+    expires: Annotated[datetime, AfterValidator(_checked_time)] | None = None
+    debug: bool = False
+
+    @property
+    def given(self) -> GivenKey | None:
+        """None for the mask of a printed one."""
+        if self.key is None and self.digest is None:
+            return None
+        return GivenKey(
+            kind="client",
+            name=self.name,
+            tenant=self.tenant,
+            group=self.group,
+            text=self.key.get_secret_value() if self.key is not None else None,
+            id=self.id or "",
+            digest=self.digest or "",
+            scopes=self.scopes,
+            models=self.models,
+            limits=self.limits.quota,
+            expires=self.expires.timestamp() if self.expires is not None else None,
+            debug=self.debug,
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_way(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            given = {name for name in ("key", "id", "digest") if values.get(name) is not None}
+            if given not in ({"key"}, {"id", "digest"}):
+                raise ValueError("needs either key (or key_file), or id and digest")
+        return values
+
+
+class KeysGroup(_Group):
+    """Who may use the gateway, besides the keys that the admin API makes."""
+
+    pepper: HexSecret = None
+    """What digests of keys are made with. By default made once, in the state folder; gateways that share keys need the same."""
+    fleet_secret: HexSecret = None
+    """The same of cache salts: gateways with different ones do not share what their replicas cached."""
+    static: tuple[KeySettings, ...] = ()
+
+
 class TenantSettings(_Group):
     """A tenant is a name in keys; what is not set here is the default."""
 
@@ -265,6 +361,12 @@ class TenantSettings(_Group):
     """Of all its keys together."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Its share of a saturated fleet against others of 1."""
+    priority: Literal["interactive", "default", "batch"] = "default"
+    """Of its requests, and the highest that one may ask for."""
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.weight, PRIORITIES[self.priority])
 
 
 class ModelSettings(_Group):
@@ -280,19 +382,28 @@ class ModelSettings(_Group):
 class AdmissionSettings(_Group):
     """The queue in which requests wait while every replica is saturated."""
 
-    max_wait_s: Seconds = 2.0
+    max_wait_s: Seconds = _GATE.max_wait_s
     """A replica is saturated while the wait predicted for it is longer."""
-    max_queued: Annotated[int, Field(ge=0, le=1_000_000)] = 1024
-    """Requests that may wait; what comes then is refused at once. 0: nothing waits."""
-    deadline_s: Seconds = 30.0
+    ahead_s: Annotated[float, Field(ge=0, le=60)] = _GATE.ahead_s
+    """While requests wait, a replica gets its next one when it has less than this to do. Enough that it never runs dry: what is
+    there already is computed in the order in which it came, whoever has the better right."""
+    max_queued: Annotated[int, Field(ge=0, le=1_000_000)] = _GATE.max_queued
+    """Requests that may wait, for each model; past that the tenant with the most of them loses one. 0: nothing waits."""
+    deadline_s: Seconds = _GATE.deadline_s
     """How long one may wait before it is refused."""
+
+    @property
+    def gate_settings(self) -> GateSettings:
+        return GateSettings(**dict(self))
 
 
 class RedisSettings(_Group):
-    """Where several gateways keep the limits that they share. Without it each keeps its own."""
+    """Where several gateways keep the keys and limits that they share. Without it each keeps its own."""
 
     url: Secret = None
     """redis://:PASSWORD@HOST:6379/0, rediss:// for TLS, or unix:///PATH."""
+    deadline_s: Annotated[float, Field(gt=0, le=5, allow_inf_nan=False)] = 0.05
+    """How long a request waits for it; then the gateway decides by itself, by its share of the limits."""
 
     @field_validator("url")
     @classmethod
@@ -370,13 +481,15 @@ class Settings(_Group):
     server: ServerSettings = ServerSettings()
     admin: AdminSettings = AdminSettings()
     state_dir: Path = Path(".warmpath")
-    """Keys and secrets. One gateway owns it."""
+    """Keys, and the secrets that are not given. One gateway owns it."""
     replicas: tuple[ReplicaSettings, ...] = ()
     routing: RoutingGroup = RoutingGroup()
     prompts: PromptSettings = PromptSettings()
     stream: StreamSettings = StreamSettings()
+    keys: KeysGroup = KeysGroup()
+    upstream: UpstreamSettings = UpstreamSettings()
     limits: LimitSettings = LimitSettings()
-    tenants: dict[Annotated[str, AfterValidator(checked_label)], TenantSettings] = {}
+    tenants: dict[Name, TenantSettings] = {}
     models: dict[Annotated[str, AfterValidator(checked_model)], ModelSettings] = {}
     admission: AdmissionSettings = AdmissionSettings()
     redis: RedisSettings = RedisSettings()
@@ -405,15 +518,17 @@ class _Environment(Settings, BaseSettings):
 def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
     """Read everything. `flags`: nested like the file. Raises `SettingsError` naming every fault."""
     values: dict[str, Any] = {}
+    faults: list[str] = []
     file_values = _read_file(file) if file is not None else {}
     for layer in (_read_otel_environment(), file_values, _read_environment(), flags or {}):
-        values = _merged(values, layer)
+        values = _merged(values, _with_secret_files(Settings, layer, "", faults))
     try:
-        return Settings.model_validate(values)
+        settings = Settings.model_validate(values)
     except ValidationError as error:
-        raise SettingsError(
-            [_fault(detail["loc"], detail["type"], detail["msg"]) for detail in error.errors()]
-        ) from None
+        faults += [_fault(detail["loc"], detail["type"], detail["msg"]) for detail in error.errors()]
+    if faults:
+        raise SettingsError(faults) from None
+    return settings
 
 
 def redacted(settings: Settings) -> str:
@@ -426,6 +541,46 @@ def _fault(place: tuple[int | str, ...], kind: str, message: str) -> str:
         message = "there is no such setting"
     message = message.removeprefix("Value error, ")
     return f"{'.'.join(map(str, place))}: {message}" if place else message
+
+
+def _with_secret_files(
+    group: type[BaseModel], values: Mapping[str, Any], place: str, faults: list[str]
+) -> dict[str, Any]:
+    """`values` with each ``NAME_file`` of a secret replaced by NAME and what the file holds. Adds to `faults`."""
+    found = dict(values)
+    for name, field in group.model_fields.items():
+        if _is_secret(field.annotation) and f"{name}_file" in found:
+            file = found.pop(f"{name}_file")
+            try:
+                if found.get(name) is not None:
+                    raise ValueError(f"{name} is given too")
+                found[name] = Path(file).read_text(encoding="utf-8").rstrip("\r\n")
+            except (OSError, ValueError, TypeError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                faults.append(f"{place}{name}_file: {'no text' if isinstance(why, UnicodeDecodeError) else why}")
+        for inner in _groups_in(field.annotation):
+            below = found.get(name)
+            if isinstance(below, Mapping):
+                found[name] = _with_secret_files(inner, below, f"{place}{name}.", faults)
+            elif isinstance(below, (list, tuple)):
+                found[name] = [
+                    _with_secret_files(inner, item, f"{place}{name}.{index}.", faults)
+                    if isinstance(item, Mapping)
+                    else item
+                    for index, item in enumerate(below)
+                ]
+    return found
+
+
+def _is_secret(annotation: Any) -> bool:
+    return SecretStr in get_args(annotation)
+
+
+def _groups_in(annotation: Any) -> Iterator[type[_Group]]:
+    """The group that a setting is, or is a list of."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, _Group):
+            yield kind
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

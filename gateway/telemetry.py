@@ -32,8 +32,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gateway.dispatch import Record
-from router import BreakerState, ReplicaView, Trust
-from router.wire import Load
+from gateway.replica_metrics import replica_lines
+from router import ReplicaView
 
 __all__ = ["CONTENT_TYPE", "GapHistogram", "Telemetry", "render"]
 
@@ -51,8 +51,8 @@ _DURATION_BOUNDS: Final = tuple(0.01 * 2**power for power in range(14))
 """OpenTelemetry's advice for whole requests: 10 ms doubling to 82 s."""
 _GAP_BOUNDS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 """OpenTelemetry's advice for time per output token."""
-_LAG_BOUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_LAG_EVERY_S: Final = 0.1
+_LAG_BOUNDS: Final = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_LAG_EVERY_S: Final = 0.05
 
 _Labels = TypeVar("_Labels", bound=tuple[str, ...])
 Read = Callable[[], Mapping[tuple[str, ...], float]]
@@ -68,6 +68,7 @@ class Telemetry:
         self._limiter_errors: Counter[str] = Counter()
         self._is_limited_locally = False
         self._client_retries = 0
+        self._overloaded = 0
         self._gaps = GapHistogram()
         self._lag = _Histogram(_LAG_BOUNDS)
         self._registry = CollectorRegistry()
@@ -90,6 +91,8 @@ class Telemetry:
             self._refusals[record.limit] += 1
         if record.client_retries:
             self._client_retries += 1
+        if record.error_code == "gateway_overloaded":
+            self._overloaded += 1
         if decision is None:
             return
         model = ending.model
@@ -113,6 +116,14 @@ class Telemetry:
     def upstream_failed(self, model: str, reason: str) -> None:
         """Count a try that came to nothing. `reason`: the code of the error it would have been."""
         self._model(model).upstream_errors[reason] += 1
+
+    def queue_wait(self, model: str, seconds: float) -> None:
+        """Count a wait that ended at a replica."""
+        self._model(model).queue_wait.observe(seconds)
+
+    def queue_refused(self, model: str, reason: str) -> None:
+        """Count a request that was not let through."""
+        self._model(model).queue_refusals[reason] += 1
 
     def limiter_mode(self, is_local: bool) -> None:
         self._is_limited_locally = is_local
@@ -177,6 +188,8 @@ class _Model:
         "name",
         "predicted",
         "prompt_tokens",
+        "queue_refusals",
+        "queue_wait",
         "reported",
         "retries",
         "ttft",
@@ -194,6 +207,8 @@ class _Model:
         self.reported = 0
         self.agreed = 0
         self.upstream_errors: Counter[str] = Counter()
+        self.queue_wait = _Histogram(_TTFT_BOUNDS)
+        self.queue_refusals: Counter[str] = Counter()
 
 
 class _Histogram:
@@ -252,6 +267,18 @@ class _Counts(Collector):
             "From the request's arrival to the end of its answer, of those that reached a replica.",
             [(name, model.duration) for name, model in models],
         )
+        yield _histograms(
+            "warmpath_queue_wait_seconds",
+            "Before a replica was free, of requests that had to wait and got one.",
+            [(name, model.queue_wait) for name, model in models],
+        )
+        refused = {(name, reason): n for name, model in models for reason, n in list(model.queue_refusals.items())}
+        yield _counters(
+            "warmpath_queue_refusals",
+            "Requests that no replica was free for: full, displaced by another tenant's, deadline, no_replica.",
+            ["model", "reason"],
+            refused,
+        )
         for name, (about, read) in _MODEL_COUNTERS.items():
             yield _counters(name, about, ["model"], {(label,): read(model) for label, model in models})
         failed = {(name, reason): n for name, model in models for reason, n in list(model.upstream_errors.items())}
@@ -277,6 +304,12 @@ class _Counts(Collector):
             "Requests that a client's SDK says it tried before.",
             [],
             {(): telemetry._client_retries},
+        )
+        yield _counters(
+            "warmpath_gateway_overloaded",
+            "Requests refused because the gateway had no descriptor, port or memory for a connection to a replica.",
+            [],
+            {(): telemetry._overloaded},
         )
         lag = HistogramMetricFamily("warmpath_event_loop_lag_seconds", "How late the event loop is.")
         telemetry._lag.add_to(lag, ())
@@ -351,7 +384,7 @@ class _Elsewhere(Collector):
 
 def render(families: Iterable[Metric], replicas: Sequence[ReplicaView], now: float) -> bytes:
     """Everything in Prometheus's text format. `now`: monotonic seconds. Not on the event loop: 30 ms for 1,024 replicas."""
-    return generate_latest(_Once(families)) + "".join(_replica_lines(replicas, now)).encode()
+    return generate_latest(_Once(families)) + "".join(replica_lines(replicas, now)).encode()
 
 
 class _Once(CollectorRegistry):
@@ -363,123 +396,3 @@ class _Once(CollectorRegistry):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._families
-
-
-# --- replicas: 30 numbers of each, written out here, since a thousand of them take the client library 70 ms -----------------
-
-
-def _replica_lines(replicas: Sequence[ReplicaView], now: float) -> Iterator[str]:
-    labelled = [
-        (replica, f'model="{_escaped(replica.spec.model)}",replica="{_escaped(replica.id)}"') for replica in replicas
-    ]
-    for name, (kind, about, value) in _REPLICA_NUMBERS.items():
-        full_name = f"warmpath_replica_{name}"
-        yield f"# HELP {full_name} {about}\n# TYPE {full_name} {kind}\n"
-        for replica, labels in labelled:
-            if (measured := value(replica)) is not None:
-                yield f"{full_name}{{{labels}}} {float(measured)}\n"
-    yield "# HELP warmpath_replica_event_age_seconds Since it last told its load; it does so each second.\n"
-    yield "# TYPE warmpath_replica_event_age_seconds gauge\n"
-    for replica, labels in labelled:
-        if replica.load is not None:
-            yield f"warmpath_replica_event_age_seconds{{{labels}}} {max(0.0, now - replica.load_at)}\n"
-    yield from _states("trust", "1 for how far the router may believe its picture of the replica's cache.", labelled)
-    yield from _states("breaker", "1 for the state of its breaker, which ejects one that fails too often.", labelled)
-
-
-def _states(
-    name: Literal["trust", "breaker"], about: str, labelled: Sequence[tuple[ReplicaView, str]]
-) -> Iterator[str]:
-    full_name = f"warmpath_replica_{name}"
-    label, states = ("trust", Trust) if name == "trust" else ("state", BreakerState)
-    yield f"# HELP {full_name} {about}\n# TYPE {full_name} gauge\n"
-    for replica, labels in labelled:
-        current = replica.trust if name == "trust" else replica.breaker
-        for state in states:
-            yield f'{full_name}{{{labels},{label}="{state.value}"}} {float(state is current)}\n'
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _reported(value: Callable[[Load], float]) -> Callable[[ReplicaView], float | None]:
-    return lambda replica: value(replica.load) if replica.load is not None else None
-
-
-_Number = tuple[Literal["gauge", "counter"], str, Callable[[ReplicaView], float | None]]
-
-_REPLICA_NUMBERS: Final[dict[str, _Number]] = {
-    "healthy": ("gauge", "1 when it answers its health check.", lambda replica: replica.healthy),
-    "cordoned": ("gauge", "1 when an operator keeps requests from it.", lambda replica: replica.cordoned),
-    "draining": ("gauge", "1 when it gets nothing new because it is to end.", lambda replica: replica.draining),
-    "ejected": (
-        "gauge",
-        "1 when it failed too often in a row.",
-        lambda replica: replica.breaker is not BreakerState.CLOSED,
-    ),
-    "mismatched": ("gauge", "1 when it is not what its pool needs.", lambda replica: bool(replica.mismatch)),
-    "inflight_requests": ("gauge", "Requests this gateway has there.", lambda replica: replica.inflight),
-    "promised_tokens": (
-        "gauge",
-        "Prompt tokens sent there without a first byte yet.",
-        lambda replica: replica.promised_tokens,
-    ),
-    "running_requests": ("gauge", "Requests it runs, from whomever.", _reported(lambda load: load.running)),
-    "waiting_requests": ("gauge", "Requests it has not begun.", _reported(lambda load: load.waiting)),
-    "waiting_uncached_tokens": (
-        "gauge",
-        "Prompt tokens it has to compute.",
-        _reported(lambda load: load.waiting_uncached_tokens),
-    ),
-    "kv_used_blocks": ("gauge", "KV blocks held by running requests.", _reported(lambda load: load.kv_used_blocks)),
-    "kv_capacity_blocks": (
-        "gauge",
-        "KV blocks there are.",
-        lambda replica: replica.hello.capacity_blocks if replica.hello is not None else None,
-    ),
-    "indexed_blocks": ("gauge", "Blocks that it says it holds.", lambda replica: replica.confirmed_blocks),
-    "expected_blocks": (
-        "gauge",
-        "Blocks that it should hold by what was sent there.",
-        lambda replica: replica.expected_blocks,
-    ),
-    "capacity_tokens": (
-        "gauge",
-        "Tokens its cache is taken to hold: as it says, else as learned, else the setting.",
-        lambda replica: replica.capacity_tokens,
-    ),
-    "prefill_tokens_per_second": (
-        "gauge",
-        "Prefill rate, as it says or as learned.",
-        lambda replica: replica.prefill_tok_s,
-    ),
-    "fixed_seconds": ("gauge", "Learned cost of a prompt that is cached.", lambda replica: replica.fixed_s),
-    "bytes_per_token": (
-        "gauge",
-        "Learned size of a token where tokens are unknown.",
-        lambda replica: replica.bytes_per_token,
-    ),
-    "cached_tokens_precision": (
-        "gauge",
-        "Share of the predicted cached tokens that it reported.",
-        lambda replica: replica.accuracy.precision,
-    ),
-    "cached_tokens_recall": (
-        "gauge",
-        "Share of the reported cached tokens that were predicted.",
-        lambda replica: replica.accuracy.recall,
-    ),
-    "breaker_transitions_total": (
-        "counter",
-        "Changes of its breaker's state.",
-        lambda replica: replica.breaker_transitions,
-    ),
-    "event_gaps_total": ("counter", "Frames that came while others were missing.", lambda replica: replica.event_gaps),
-    "event_snapshots_total": (
-        "counter",
-        "Whole pictures of its cache that were taken.",
-        lambda replica: replica.event_snapshots,
-    ),
-    "event_restarts_total": ("counter", "Its former lives.", lambda replica: replica.event_restarts),
-}

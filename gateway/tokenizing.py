@@ -44,15 +44,16 @@ class Tokenizing:
 
 def _tokenize(request: GenerationRequest, prompter: Prompter, max_model_len: int | None) -> bytes:
     fields = request.fields()
-    if fields.get("return_token_strs"):
-        raise ApiError(
-            400, "unsupported_parameter", "'return_token_strs' is not supported here.", param="return_token_strs"
-        )
+    with_texts = fields.get("return_token_strs")
+    if with_texts not in (None, False, True):
+        raise ApiError(400, "invalid_type", "'return_token_strs' must be a boolean.", param="return_token_strs")
     try:
         ids = _ids(fields, prompter)
     except PromptError as error:
         raise ApiError(400, error.code, str(error), param=error.param) from error
-    answer = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": None}
+    # Each token alone, as own workers say it: U+FFFD stands for the part of a character.
+    texts = [prompter.token_bytes(id_).decode(errors="replace") for id_ in ids] if with_texts else None
+    answer = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": texts}
     return msgspec.json.encode(answer)
 
 

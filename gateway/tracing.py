@@ -9,15 +9,14 @@ our own ids, names of models and replicas, numbers, and error codes from fixed s
 
 Whether a trace is recorded is decided when the request arrives, by its caller's flag or by chance, and its ids are drawn then.
 The spans themselves are made when the request has ended, from what its record says: a request that is not sampled costs two
-random numbers, and one that is costs nothing before its last byte went out. The SDK is imported where traces are on and
-nowhere else; its own thread sends them from a bounded queue, which drops what is too much.
+random numbers, and one that is costs nothing before its last byte went out. What sends them is
+`gateway.otlp`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -32,7 +31,7 @@ from router.trace_context import TraceContext, parse_traceparent
 if TYPE_CHECKING:
     from gateway.dispatch import Record
 
-__all__ = ["UNTRACED", "Attempt", "SpanExport", "Trace", "Tracer", "Value", "otlp_export"]
+__all__ = ["UNTRACED", "Attempt", "SpanExport", "Trace", "Tracer", "Value"]
 
 Header = tuple[bytes, bytes]
 Value = str | int | float | bool | Sequence[str]
@@ -48,7 +47,6 @@ _OPERATIONS: Final[Mapping[str, str]] = {
 _MAX_READ_BYTES: Final = 1 << 20
 """Of a body or answer that is looked at once more for a span's attributes: 1 ms. What is longer goes without them."""
 _MAX_ID_CHARS: Final = 128
-_CLOSE_S: Final = 3.0
 
 
 @dataclass(slots=True)
@@ -204,8 +202,8 @@ class Tracer:
             if not sampled:
                 return Trace(parent, parent, others)
             return Trace(TraceContext(parent.trace_id, _new_span_id(), sampled=True), parent, others)
-        trace_id = f"{random.getrandbits(128) or 1:032x}"
-        return Trace(TraceContext(trace_id, _new_span_id(), self._draw() < self._ratio), None, others)
+        ids = f"{random.getrandbits(192):048x}"
+        return Trace(TraceContext(ids[:32], ids[32:], self._draw() < self._ratio), None, others)
 
     def finished(self, record: Record) -> None:
         """Hand the spans of a request that ended to the exporter."""
@@ -258,12 +256,12 @@ def _request_span_attributes(record: Record) -> dict[str, Value]:
         "http.response.status_code": record.status,
         "warmpath.request_id": record.request_id,
         "warmpath.tries": record.tries,
+        "warmpath.queue_wait": record.queued_s,
     }
     optional: dict[str, Value | None] = {
         "error.type": record.error_code or (str(record.status) if record.status >= 500 else None),
         "warmpath.key_id": record.key_id or None,
         "warmpath.tenant": record.tenant or None,
-        "warmpath.queue_wait": record.queue_wait_s,
     }
     attributes.update({name: value for name, value in optional.items() if value is not None})
     return attributes
@@ -366,78 +364,3 @@ def _answer_attributes(body: bytes) -> dict[str, Value]:
         "gen_ai.response.finish_reasons": reasons,
     }
     return {name: value for name, value in told.items() if value}
-
-
-# --- the SDK ------------------------------------------------------------------------------------------------------------
-
-
-def otlp_export(*, endpoint: str | None, service_name: str, version: str) -> SpanExport:
-    """Spans by OTLP over HTTP. `endpoint`: where to POST them; None: as the ``OTEL_EXPORTER_OTLP_*`` variables say."""
-    from opentelemetry.context import Context
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.trace.id_generator import IdGenerator
-    from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-    from opentelemetry.trace import (
-        NonRecordingSpan,
-        SpanContext,
-        SpanKind,
-        Status,
-        StatusCode,
-        TraceFlags,
-        set_span_in_context,
-    )
-
-    class GivenIds(IdGenerator):
-        """The ids of the span that is being made: they were drawn, and told to replicas, long before."""
-
-        context: TraceContext
-
-        def generate_trace_id(self) -> int:
-            return int(self.context.trace_id, 16)
-
-        def generate_span_id(self) -> int:
-            return int(self.context.span_id, 16)
-
-    ids = GivenIds()
-    resource = Resource.create({"service.name": service_name, "service.version": version})
-    provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, id_generator=ids, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-    tracer = provider.get_tracer("warmpath", version)
-
-    def remote(context: TraceContext) -> SpanContext:
-        return SpanContext(int(context.trace_id, 16), int(context.span_id, 16), True, TraceFlags(TraceFlags.SAMPLED))
-
-    class Export:
-        def emit(
-            self,
-            name: str,
-            *,
-            client: bool,
-            context: TraceContext,
-            parent: TraceContext | None,
-            attributes: Mapping[str, Value],
-            failed: bool,
-            began_at: float,
-            ended_at: float,
-        ) -> None:
-            ids.context = context
-            span = tracer.start_span(
-                name,
-                context=set_span_in_context(NonRecordingSpan(remote(parent))) if parent is not None else Context(),
-                kind=SpanKind.CLIENT if client else SpanKind.SERVER,
-                attributes=attributes,
-                start_time=int(began_at * 1e9),
-            )
-            if failed:
-                span.set_status(Status(StatusCode.ERROR))
-            span.end(int(ended_at * 1e9))
-
-        def close(self) -> None:
-            closing = threading.Thread(target=provider.shutdown, name="traces-close", daemon=True)
-            closing.start()
-            closing.join(_CLOSE_S)
-
-    return Export()

@@ -22,6 +22,7 @@ from gateway.prepare import Prompters
 from gateway.turns import Turns
 from gateway.upstream.contract import (
     ConnectFailed,
+    LocalExhaustion,
     Origin,
     Timeouts,
     Upstream,
@@ -70,6 +71,8 @@ class Watcher:
         *,
         clock: Callable[[], float],
     ) -> None:
+        self.on_frame: Callable[[], None] | None = None
+        """Called when a replica has told something new."""
         self._router = router
         self._upstream = upstream
         self._prompters = prompters
@@ -115,8 +118,10 @@ class Watcher:
                 if not retry.repeated:
                     trouble.over()
                 trouble.say(str(error) or type(error).__name__)
-                # A cut stream alone is no dead replica: it may be back at once. Silence or a refused connection is.
-                if retry.repeated or isinstance(error, (ConnectFailed, UpstreamTimeout)):
+                # A cut stream alone is no dead replica: it may be back at once. Silence or a refused connection is. Whether it
+                # lives cannot be seen while we have no descriptor to ask with.
+                dead = retry.repeated or isinstance(error, (ConnectFailed, UpstreamTimeout))
+                if dead and not isinstance(error, LocalExhaustion):
                     self._router.set_health(replica_id, False, self._clock())
             except Exception:
                 _log.exception("watching replica %s failed", replica_id)
@@ -169,6 +174,8 @@ class Watcher:
         self._require_match(replica_id, sync)
         if sync is Sync.OK:
             self._router.set_health(replica_id, True, now)
+            if self.on_frame is not None:
+                self.on_frame()
         return sync is Sync.GAP
 
     async def _take_snapshot(self, replica_id: str, spec: ReplicaSpec) -> None:
@@ -218,6 +225,10 @@ class Watcher:
             healthy = False
             try:
                 await self._probe(replica_id, spec)
+            except LocalExhaustion as error:
+                trouble.say(str(error))  # we could not ask, so what was known stays
+                await asyncio.sleep(_FIRST_RETRY_S * 10)
+                continue
             except (_Lost, UpstreamError, msgspec.MsgspecError) as error:
                 trouble.say(str(error) or type(error).__name__)
             except PoolMismatch as error:

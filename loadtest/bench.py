@@ -10,6 +10,8 @@ import click
 from loadtest.fleet import fleet
 from loadtest.hotpath import gateway
 from loadtest.matrix import matrix
+from loadtest.soak import soak
+from loadtest.streams import streams
 from loadtest.trace import data
 
 __all__ = ["main"]
@@ -22,7 +24,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-for command in (fleet, gateway, matrix, data):
+for command in (fleet, gateway, streams, soak, matrix, data):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -12,18 +12,15 @@ import asyncio
 import contextlib
 import os
 import random
-import secrets
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import click
-import httpx
 import msgspec
 import uvloop
 from rich import box
@@ -34,14 +31,14 @@ from loadtest.arms import Peer, parse_peer
 from loadtest.compare import Machine, this_commit, this_machine
 from loadtest.connection import Connections
 from loadtest.peers import known_peers
-from loadtest.processes import Process, SystemFailure, running_process
+from loadtest.processes import SystemFailure, running_process
+from loadtest.routers import Router, start_ours, start_stubs, wait_answering
 from loadtest.stub import MODEL
 
 __all__ = ["gateway"]
 
 REPLICAS: Final = 4
 CHUNKS: Final = 100
-_START_S: Final = 30.0
 _WORDS: Final = 2000
 
 
@@ -81,22 +78,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     rounds: int
     cells: list[Cell]
-
-
-@dataclass(frozen=True, slots=True)
-class Router:
-    name: str
-    port: int
-    process: Process
-    key: str = ""
-
-    def peak_mb(self) -> float:
-        """The most memory that it has had since `forget_peak`."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) / 1024
-
-    def forget_peak(self) -> None:
-        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
 
 class _Texts:
@@ -165,12 +146,8 @@ def running_routers(peers: Sequence[Peer], port: int, *, bare: bool) -> Iterator
     """Ours and the peers over the same stubs, and a stub's own port."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warmpath-bench-")))
-        stubs = list(range(port, port + REPLICAS))
-        command = [sys.executable, "-m", "loadtest.stub", "--ports", ",".join(map(str, stubs)), "--chunks", str(CHUNKS)]
-        stub = stack.enter_context(running_process(command, folder / "stub.log"))
-        urls = [f"http://127.0.0.1:{each}" for each in stubs]
-        _wait(f"{urls[0]}/v1/models", stub, {})
-        routers = [_start_ours(stack, folder, urls, port + 10)]
+        urls = start_stubs(stack, folder, port, REPLICAS, ["--chunks", str(CHUNKS)])
+        routers = [start_ours(stack, folder, urls, port + 10)]
         if bare:
             routers.append(_start_bare(stack, folder, urls, port + 14))
         for number, peer in enumerate(peers):
@@ -179,26 +156,8 @@ def running_routers(peers: Sequence[Peer], port: int, *, bare: bool) -> Iterator
             process = stack.enter_context(running_process(words, folder / f"{number}.log"))
             routers.append(Router(peer.name, place, process))
         for router in routers:
-            _wait_answering(router)
-        yield routers, stubs[0]
-
-
-def _start_ours(stack: contextlib.ExitStack, folder: Path, urls: Sequence[str], port: int) -> Router:
-    admin_key = f"wpa-bench-{secrets.token_urlsafe(24)}"
-    command = [sys.executable, "-m", "gateway", "serve", "--port", str(port), "--admin-port", str(port + 1)]
-    command += ["--replicas", ",".join(urls), "--state-dir", str(folder / "state")]
-    environment = {
-        "WARMPATH_ADMIN__KEY": admin_key,
-        "WARMPATH_LOG__ACCESS": str(folder / "access.log"),
-        "WARMPATH_TRACING__EXPORTER": "otlp",
-        "WARMPATH_TRACING__ENDPOINT": f"{urls[0]}/v1/traces",  # a stub answers any POST
-    }
-    process = stack.enter_context(running_process(command, folder / "ours.log", environment))
-    admin, headers = f"http://127.0.0.1:{port + 1}/admin/v1", {"authorization": f"Bearer {admin_key}"}
-    _wait(f"{admin}/replicas", process, headers)
-    asked = {"kind": "client", "name": "bench", "requests_per_minute": 1_000_000}
-    answer = httpx.post(f"{admin}/keys", json=asked, headers=headers, trust_env=False).raise_for_status().json()
-    return Router("warmpath", port, process, answer["key"])
+            wait_answering(router)
+        yield routers, port
 
 
 def _start_bare(stack: contextlib.ExitStack, folder: Path, urls: Sequence[str], port: int) -> Router:
@@ -211,31 +170,6 @@ def _start_bare(stack: contextlib.ExitStack, folder: Path, urls: Sequence[str], 
     }
     process = stack.enter_context(running_process(command, folder / "bare.log", environment))
     return Router("warmpath-bare", port, process)
-
-
-def _wait(url: str, process: Process, headers: dict[str, str]) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        process.check()
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url, headers=headers, timeout=2, trust_env=False).is_success:
-                return
-        time.sleep(0.1)
-    raise process.failure(f"is not ready within {_START_S:g} s")
-
-
-def _wait_answering(router: Router) -> None:
-    deadline = time.monotonic() + _START_S
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "ready?"}], "max_tokens": 1}
-    headers = {"authorization": f"Bearer {router.key}"} if router.key else {}
-    url = f"http://127.0.0.1:{router.port}/v1/chat/completions"
-    while time.monotonic() < deadline:
-        router.process.check()
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.post(url, json=body, headers=headers, timeout=2, trust_env=False).is_success:
-                return
-        time.sleep(0.1)
-    raise router.process.failure(f"answers nothing within {_START_S:g} s")
 
 
 def table(cells: Sequence[Cell], routers: Sequence[str]) -> Table:

@@ -10,6 +10,7 @@ their first token sooner than without it? The second answer is a table. Any "no"
 from __future__ import annotations
 
 import re
+import secrets
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -116,7 +117,8 @@ class Keys:
 
     def client(self, tenant: str) -> OpenAI:
         """A client of its own tenant, who sees how it is routed."""
-        body = {"name": "smoke", "tenant": tenant, "debug": True, "requests_per_minute": 6000}
+        body = {"name": f"smoke-{secrets.token_hex(4)}", "tenant": tenant, "debug": True}
+        body["limits"] = {"requests_per_minute": 6000}
         answer = self._admin.post("/keys", json=body).raise_for_status().json()
         self._made.append(answer["id"])
         return OpenAI(base_url=self._base_url, api_key=answer["key"], max_retries=0, timeout=120)

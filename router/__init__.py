@@ -5,7 +5,9 @@ What the gateway needs is named here. What crosses a process is in `router.wire`
 
 from router.blocks import BLOCK_SIZE, BlockName, block_names, chunk_names, root_name
 from router.breaker import BreakerState
+from router.fair_queue import Priority
 from router.fleet import Outcome, ReplicaView, Reservation, ReservationError
+from router.gate import Asked, Dropped, Gate, GateSettings, GateView, Placed
 from router.name_cache import NameCache
 from router.policies import Candidate
 from router.pool import Pool, PoolMismatch
@@ -16,15 +18,22 @@ from router.trust import Accuracy, Sync, Trust
 __all__ = [
     "BLOCK_SIZE",
     "Accuracy",
+    "Asked",
     "BlockName",
     "BreakerState",
     "Candidate",
     "Decision",
+    "Dropped",
+    "Gate",
+    "GateSettings",
+    "GateView",
     "NameCache",
     "Outcome",
+    "Placed",
     "PolicyName",
     "Pool",
     "PoolMismatch",
+    "Priority",
     "Query",
     "ReplicaView",
     "Reservation",

@@ -4,17 +4,38 @@ A block is `BLOCK_SIZE` tokens. Its name is XXH3-64 of its little-endian u32 ids
 stands for a whole prefix, and the names of a prompt can be compared position by position. The first block's parent is the
 *root*, a hash of what else must be equal for KV to be reusable: model, revision, adapter and salt.
 
+A text whose tokens are unknown is cut into *chunks* instead: of `CHUNK_BYTES`, and of twice that and so on as soon as it is at
+most a sixteenth of the text before. So a long text needs few names (111 for 256 KB), and where two texts part little of what
+they share is lost. Borders depend on the position alone, hence equal prefixes have equal names; a chunk's size can be read
+off its name.
+
 XXH3 is not proof against an attacker who looks for collisions. A name is a hint for routing; the engine compares ids
 (`workers.block_pool`), so a collision costs time and never correctness.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import count, takewhile
 from typing import Final, NewType
 
 import xxhash
 
-__all__ = ["BLOCK_SIZE", "CHUNK_BYTES", "BlockName", "block_names", "chunk_names", "matchable_blocks", "root_name"]
+__all__ = [
+    "BLOCK_SIZE",
+    "CHUNK_BYTES",
+    "CHUNK_ENDS",
+    "CHUNK_SHARE",
+    "BlockName",
+    "block_names",
+    "chunk_names",
+    "chunk_size",
+    "matchable_blocks",
+    "matchable_chunks",
+    "root_name",
+]
 
 BlockName = NewType("BlockName", int)
 
@@ -22,13 +43,22 @@ BLOCK_SIZE: Final = 16
 """Tokens in a block. vLLM's choice on GPUs: kernels want tiles of 16, and a hit loses (16 - 1) / 2 tokens on average."""
 
 CHUNK_BYTES: Final = 256
-"""Bytes of text in a chunk, the unit of the key space for replicas without a tokenizer: about 64 tokens."""
+"""Bytes of text in the smallest chunk, the unit of the key space for replicas without a tokenizer: about 64 tokens."""
+
+_SMALLEST_CHUNKS: Final = 32
+"""Before they begin to grow."""
+CHUNK_SHARE: Final = 2 / _SMALLEST_CHUNKS
+"""Of the text before it: the most that a larger chunk takes."""
+_MOST_TEXT_BYTES: Final = 1 << 40
+_SIZE_BITS: Final = 5
+_NAME_BITS: Final = 64 - _SIZE_BITS
 
 _ID_BYTES: Final = 4
 
 _xxh3 = xxhash.xxh3_64_intdigest
 
 
+@lru_cache(maxsize=4096)  # asked for every prompt, with few different salts
 def root_name(*, model: str, revision: str = "", adapter: str = "", salt: str = "") -> BlockName:
     """The name that the first block of every prompt has as its parent.
 
@@ -44,24 +74,56 @@ def root_name(*, model: str, revision: str = "", adapter: str = "", salt: str = 
 
 def block_names(packed_ids: bytes, root: BlockName, block_size: int = BLOCK_SIZE) -> list[BlockName]:
     """Names of the full blocks of a prompt given as u32le bytes (`router.wire.pack_ids`). 0.19 us a block."""
-    return _chain(packed_ids, root, block_size * _ID_BYTES)
+    names: list[BlockName] = []
+    append = names.append
+    view = memoryview(packed_ids)
+    stride = block_size * _ID_BYTES
+    parent: int = root
+    for end in range(stride, len(packed_ids) + 1, stride):
+        parent = _xxh3(view[end - stride : end], parent)
+        append(BlockName(parent))
+    return names
+
+
+def _chunks() -> Iterator[tuple[int, int]]:
+    """Where each chunk of a text ends, and the power of two of its size."""
+    end = 0
+    for power in count():
+        for _ in range(_SMALLEST_CHUNKS if power == 0 else _SMALLEST_CHUNKS // 2):
+            end += CHUNK_BYTES << power
+            yield end, power
+
+
+_CHUNKS: Final = tuple(takewhile(lambda chunk: chunk[0] <= _MOST_TEXT_BYTES, _chunks()))
+CHUNK_ENDS: Final = tuple(end for end, _ in _CHUNKS)
+"""Bytes of text up to the end of its first, second, ... chunk."""
 
 
 def chunk_names(text: bytes, root: BlockName) -> list[BlockName]:
     """Names of the full chunks of a text, for replicas whose tokens are unknown."""
-    return _chain(text, root, CHUNK_BYTES)
+    names: list[BlockName] = []
+    view = memoryview(text)
+    parent: int = root
+    start = 0
+    for end, power in _CHUNKS:
+        if end > len(text):
+            break
+        parent = (_xxh3(view[start:end], parent) >> _SIZE_BITS) | (power << _NAME_BITS)
+        names.append(BlockName(parent))
+        start = end
+    return names
+
+
+def chunk_size(name: int) -> int:
+    """Of the chunk with this name, in units of `CHUNK_BYTES`."""
+    return 1 << (name >> _NAME_BITS)
+
+
+def matchable_chunks(num_bytes: int) -> int:
+    """How many chunks of a text can be served from a cache (see `matchable_blocks`)."""
+    return bisect_left(CHUNK_ENDS, num_bytes)
 
 
 def matchable_blocks(num_tokens: int, block_size: int = BLOCK_SIZE) -> int:
     """How many blocks of a prompt can be served from a cache: its last token must run to give logits."""
     return max(num_tokens - 1, 0) // block_size
-
-
-def _chain(data: bytes, parent: int, stride: int) -> list[BlockName]:
-    names: list[BlockName] = []
-    append = names.append
-    view = memoryview(data)
-    for end in range(stride, len(data) + 1, stride):
-        parent = _xxh3(view[end - stride : end], parent)
-        append(BlockName(parent))
-    return names

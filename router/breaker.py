@@ -11,9 +11,10 @@ therefore carries the `Pass` it was begun under, and a result with an outdated p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final
+
+import msgspec
 
 __all__ = ["Breaker", "BreakerState", "Pass", "Verdict"]
 
@@ -63,8 +64,7 @@ _NEXT: Final[dict[tuple[BreakerState, _Event], BreakerState]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(msgspec.Struct, frozen=True, gc=False):
     """After how many changes of state a request was begun, and whether it is the trial."""
 
     generation: int

@@ -11,7 +11,7 @@ raise or make the arithmetic of others wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Final
 
@@ -66,8 +66,7 @@ class _Stage(Enum):
     RELEASED = "released"
 
 
-@dataclass(slots=True, eq=False)
-class Reservation:
+class Reservation(msgspec.Struct, eq=False):
     """The work one request promised to one replica. Made by `Router.begin`, ended by `Router.finish`."""
 
     replica: Replica
@@ -207,7 +206,7 @@ class Replica:
 
     @property
     def trust(self) -> Trust:
-        if self.stream.exact and self.indexed:
+        if self.indexed and self.stream.exact:
             return Trust.EXACT
         return Trust.BLIND if self.mismatch or not self.settings.learned_tokens else Trust.LEARNING
 
@@ -243,6 +242,19 @@ class Replica:
             backlog = load.waiting_uncached_tokens - rate * (now - self.load_at)
             return (max(backlog, 0.0) + self.unadmitted_tokens) / rate + max(load.running, 0) * self._running_s(load)
         return self._own_backlog(now, rate) / rate + (self.inflight - len(self._prefilling)) * self.settings.running_s
+
+    def holds(self, uncached_tokens: int, now: float) -> bool:
+        """Whether its KV cache has room for so many more tokens beside what runs and waits there. True where it does not
+        tell, and for a prompt that it can never hold: that one it refuses.
+        """
+        load, hello = self.load, self.hello
+        if load is None or hello is None or now >= self._load_until:
+            return True
+        capacity = hello.capacity_blocks * hello.block_size
+        promised = self.unadmitted_tokens + (load.waiting_uncached_tokens if load.waiting > 0 else 0)
+        if uncached_tokens > capacity:
+            return True
+        return load.kv_used_blocks * hello.block_size + promised + uncached_tokens <= capacity
 
     def _own_backlog(self, now: float, rate: float) -> float:
         """Tokens left of what we promised, where the replica does not tell: in order of arrival, the first one under way."""

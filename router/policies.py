@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -52,8 +51,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Requests sent there that have not ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """What a choice may depend on beside the candidates."""
 
     draw: float
@@ -71,16 +69,22 @@ Policy = Callable[[Sequence[Candidate], Turn], tuple[Candidate, str]]
 
 def cost(candidates: Sequence[Candidate], turn: Turn) -> tuple[Candidate, str]:
     """Least seconds. Among equals the longest match, which is less work for the fleet, then the least wait, then at random."""
-    limit = min([candidate.cost_s for candidate in candidates]) * (1 + turn.tie_ratio)
-    near = [candidate for candidate in candidates if candidate.cost_s <= limit]
-    longest = max([candidate.matched_tokens for candidate in near])
-    near = [candidate for candidate in near if candidate.matched_tokens == longest]
-    least_wait = min([candidate.wait_s for candidate in near])
-    best = [candidate for candidate in near if candidate.wait_s == least_wait]
-    chosen = best[int(turn.draw * len(best))]
     if len(candidates) == 1:
-        return chosen, "only_replica"
-    longest_of_all = max([candidate.matched_tokens for candidate in candidates])
+        return candidates[0], "only_replica"
+    limit = min([candidate.cost_s for candidate in candidates]) * (1 + turn.tie_ratio)
+    best: list[Candidate] = []
+    longest = longest_of_all = 0
+    least_wait = math.inf
+    for candidate in candidates:
+        matched, wait = candidate.matched_tokens, candidate.wait_s
+        longest_of_all = max(longest_of_all, matched)
+        if candidate.cost_s > limit or matched < longest or (matched == longest and wait > least_wait):
+            continue
+        if matched > longest or wait < least_wait:
+            best.clear()
+            longest, least_wait = matched, wait
+        best.append(candidate)
+    chosen = best[int(turn.draw * len(best))]
     if not longest_of_all:
         return chosen, "no_prefix"
     return chosen, "longest_prefix" if longest == longest_of_all else "prefix_busy"

@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from router.blocks import BLOCK_SIZE, CHUNK_BYTES, matchable_blocks
+from router.blocks import (
+    BLOCK_SIZE,
+    CHUNK_BYTES,
+    CHUNK_ENDS,
+    CHUNK_SHARE,
+    chunk_size,
+    matchable_blocks,
+    matchable_chunks,
+)
 from router.fleet import Replica, ReplicaView, Reservation
 from router.index import Index, Room
 from router.learning import Density
@@ -65,7 +73,7 @@ class Members:
             created=now,
             bytes_per_token=settings.bytes_per_token,
         )
-        self.index = Index(room)
+        self.index = Index(room, None if own else chunk_size)
         self.density = Density(settings.bytes_per_token)
         self.replicas: dict[str, Replica] = {}
 
@@ -83,7 +91,7 @@ class Members:
 
     @property
     def block_tokens(self) -> float:
-        """Tokens a name stands for."""
+        """Tokens a block stands for; of text, a unit of `CHUNK_BYTES`."""
         if self.record.key_space == "tokens":
             return self.record.block_size
         return CHUNK_BYTES / self.density.bytes_per_token
@@ -91,8 +99,14 @@ class Members:
     def matchable(self, num_tokens: int, num_bytes: int) -> int:
         """How many blocks of a prompt of that size can be served from a cache."""
         if num_bytes:
-            return matchable_blocks(num_bytes, CHUNK_BYTES)
+            return matchable_chunks(num_bytes)
         return matchable_blocks(num_tokens, self.record.block_size)
+
+    def tokens_of(self, depth: int) -> int:
+        """What so many leading blocks of a prompt, at least one, stand for."""
+        if self.record.key_space == "tokens":
+            return depth * self.record.block_size
+        return int(CHUNK_ENDS[depth - 1] / self.density.bytes_per_token)
 
     def capacity_of(self, replica: Replica) -> int:
         """Blocks that a replica's cache is taken to hold: as it says, else as learned, else by the prior."""
@@ -155,15 +169,16 @@ class Members:
         if cached is None:
             return
         predicted, bound = reservation.matched_in(prompt_tokens), self.capacity_of(replica)
+        shortfall = block + predicted * CHUNK_SHARE  # what a chunk that is cached only in part leaves out
         if predicted - cached > max(_LEAST_MISSING_BLOCKS * block, _MISSING_SHARE * predicted):
             if reservation.last_sent is not None:
                 # How many blocks were used since the first one that is gone: its own later ones and new ones were not.
-                new = len(reservation.names) * reservation.uncached_tokens // reservation.prompt_tokens
+                new = reservation.num_bytes // CHUNK_BYTES * reservation.uncached_tokens // reservation.prompt_tokens
                 gone = int((predicted - cached) / block)
                 used_since = replica.holding.expected_since(reservation.last_sent) - new - gone
                 replica.cache_size.missed(max(used_since, 0), bound)
         elif (
-            cached - predicted > max(_LEAST_MISSING_BLOCKS * block, (prompt_tokens - predicted) / 2)
+            cached - predicted > max(_LEAST_MISSING_BLOCKS * block, shortfall, (prompt_tokens - predicted) / 2)
             and replica.holding.expected >= bound
         ):
             replica.cache_size.outlived(bound)
@@ -179,14 +194,3 @@ class Members:
         """Prefill rate of a replica that was not measured yet: its peers run the same model, so theirs is the best guess."""
         known = [replica.rate for replica in self.replicas.values() if replica.rate is not None]
         return sum(known) / len(known) if known else prior
-
-    @staticmethod
-    def rate_of(replica: Replica, usual: float, same_within: float) -> float:
-        """The rate to reckon with: its own only where it is clearly not that of its peers.
-
-        Equal replicas measure apart, by what else their machines do and by the prompts that they got. Taken at face value
-        that would move talks from one to the other for nothing; and a replica that once looked slow would get no prompt that
-        could show otherwise.
-        """
-        rate = replica.rate
-        return usual if rate is None or usual / same_within <= rate <= usual * same_within else rate

@@ -45,8 +45,7 @@ class UnknownReplica(LookupError):
     """There is no such replica."""
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(msgspec.Struct, frozen=True):
     """A prompt, as far as routing needs to know it."""
 
     model: str
@@ -58,6 +57,8 @@ class Query:
     """Replicas that were tried already."""
     streamed: bool = True
     """False when the answer's first byte comes only with its last token, so that its time tells nothing of the prefill."""
+    backlog_tokens: int = 0
+    """Prompt tokens that wait before the fleet: they raise w as if the replicas had them."""
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -69,6 +70,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     w: float
     policy: PolicyName
     candidates: tuple[Candidate, ...]
+    wait_s: float = 0.0
+    """Predicted, at the chosen one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +290,29 @@ class Router:
             w,
             self._settings.policy,
             candidates,
+            chosen.wait_s,
         )
+
+    def is_saturated(self, decision: Decision, within_s: float, now: float) -> bool:
+        """Whether a prompt decided on at `now` should rather wait before the fleet: on every replica that could take it, it
+        would wait longer than `within_s`, or the KV cache has no room for it.
+
+        O(1) while the chosen one is free.
+        """
+        uncached_tokens = decision.prompt_tokens - decision.matched_tokens
+        if decision.wait_s <= within_s and self._known(decision.replica_id).holds(uncached_tokens, now):
+            return False
+        return not any(
+            each.eligible and each.wait_s <= within_s and self._known(each.replica).holds(each.uncached_tokens, now)
+            for each in decision.candidates
+        )
+
+    def prefill_tok_s(self, model: str) -> float:
+        """Of a usual replica of the model, as measured, else as set."""
+        members = self._pools.get(model)
+        replicas = tuple(members.replicas.values()) if members is not None else ()  # metrics are read in another thread
+        known = [replica.rate for replica in replicas if replica.rate is not None]
+        return sum(known) / len(known) if known else self._settings.prefill_tok_s
 
     def begin(self, decision: Decision, query: Query, request_id: str, now: float) -> Reservation:
         """The prompt is about to be sent: its work is promised and its blocks are expected there from now on.
@@ -438,21 +463,30 @@ class Router:
         """Every replica of the pool in seconds, and w."""
         settings = self._settings
         num_tokens, exclude = query.num_tokens, query.exclude
-        block_tokens = members.block_tokens
         most_matched = max(num_tokens - 1, 0)  # where tokens are unknown, both are estimates
         depths = members.index.match(query.names, members.matchable(num_tokens, query.num_bytes))
         usual_rate = members.usual_rate(settings.prefill_tok_s)
         fixed_s = members.usual_fixed_s(settings.fixed_s)
         least_wait = math.inf
+        # Equal replicas measure apart, by what else their machines do and by the prompts that they got. A rate near that of
+        # its peers is therefore taken for theirs: at face value it would move talks from one to the other for nothing, and a
+        # replica that once looked slow would get no prompt that could show otherwise.
+        slowest, fastest = usual_rate / settings.same_rate_within, usual_rate * settings.same_rate_within
         rows = []
         for replica in members.replicas.values():
-            rate = members.rate_of(replica, usual_rate, settings.same_rate_within)
-            matched = min(int(depths.get(replica.holding.slot, 0) * block_tokens), most_matched)
+            rate = replica.rate
+            if rate is None or slowest <= rate <= fastest:
+                rate = usual_rate
+            matched = 0
+            if depths and (depth := depths.get(replica.holding.slot)):
+                matched = min(members.tokens_of(depth), most_matched)
             wait = replica.wait_s(now, rate)
             why_not = "excluded" if replica.id in exclude else replica.why_not(now)
             if not why_not and wait < least_wait:
                 least_wait = wait
             rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + fixed_s))
+        if query.backlog_tokens:
+            least_wait += query.backlog_tokens / (usual_rate * len(rows))
         w = 1.0 if least_wait == math.inf else min(1.0 + settings.w_per_wait_s * least_wait, settings.max_w)
         candidates = tuple(
             [
@@ -474,9 +508,10 @@ class Router:
         return candidates, w
 
     def _turn(self, members: Members, query: Query, draw: float) -> Turn:
+        settings = self._settings
         place = min(KEY_TOKENS // members.record.block_size, len(query.names))
         key = query.names[place - 1] if place else 0
-        return Turn(draw, self._begun, self._settings.tie_ratio, key, self._settings.saturated_s)
+        return Turn(draw, self._begun, settings.tie_ratio, key, settings.saturated_s)
 
     def _refusal(self, members: Members, candidates: Sequence[Candidate], now: float) -> Unroutable | None:
         """Why nobody may take the prompt; None when that is only because all were ejected."""

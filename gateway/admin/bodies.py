@@ -12,7 +12,8 @@ import msgspec
 
 from gateway.admin.registry import Drain, Lease
 from gateway.dispatch import Record
-from gateway.keys import KeyKind, KeyRecord, Label
+from gateway.keys import KeyKind, KeyRecord, KeyScope, Label, ModelPattern
+from gateway.limits import Quota
 from router import Candidate, Decision, ReplicaView
 
 __all__ = [
@@ -194,6 +195,10 @@ def replica_body(
 
 # --- keys
 
+_Lifetime = Annotated[float, msgspec.Meta(gt=0, le=10 * 366 * 86400)]
+_Patterns = Annotated[tuple[ModelPattern, ...], msgspec.Meta(max_length=64)]
+_Scopes = Annotated[tuple[KeyScope, ...], msgspec.Meta(max_length=16)]
+
 
 class KeyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: Label
@@ -201,9 +206,32 @@ class KeyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     tenant: Label = "default"
     group: Label | None = None
     """Keys of one group may hit each other's cached prefixes; by default a tenant is a group."""
+    scopes: _Scopes = ()
+    """Endpoints it may use; empty is all."""
+    models: _Patterns = ()
+    """Names and globs of models it may use; empty is all."""
+    limits: Quota = Quota()
+    """What is not named here is the gateway's default."""
     debug: bool = False
-    expires_in_s: Annotated[float, msgspec.Meta(gt=0, le=10 * 366 * 86400)] | None = None
-    requests_per_minute: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
+    expires_in_s: _Lifetime | None = None
+
+
+class KeyPatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is not named stays as it is."""
+
+    name: Label | msgspec.UnsetType = msgspec.UNSET
+    scopes: _Scopes | msgspec.UnsetType = msgspec.UNSET
+    models: _Patterns | msgspec.UnsetType = msgspec.UNSET
+    limits: dict[str, float | int | None] | msgspec.UnsetType = msgspec.UNSET
+    """Those named here change; null takes one away."""
+    debug: bool | msgspec.UnsetType = msgspec.UNSET
+    expires_in_s: _Lifetime | msgspec.UnsetType | None = msgspec.UNSET
+    """From now; null is never."""
+
+
+class RotateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    overlap_s: Annotated[float, msgspec.Meta(ge=0, le=90 * 86400)] = 86400.0
+    """How long the old key still opens, so that everyone who has it can be given the new one."""
 
 
 class KeyBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,11 +242,15 @@ class KeyBody(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     tenant: str
     group: str
+    scopes: tuple[KeyScope, ...]
+    models: tuple[str, ...]
+    limits: Quota
     created: float
     expires: float | None
     debug: bool
-    requests_per_minute: int | None
     revoked: bool
+    source: Literal["api", "settings"]
+    """A key from the settings is changed there."""
 
 
 class NewKeyBody(KeyBody, frozen=True, kw_only=True):
@@ -231,7 +263,7 @@ class KeyList(msgspec.Struct, frozen=True):
 
 
 def key_body(record: KeyRecord) -> KeyBody:
-    return msgspec.convert(record, KeyBody, from_attributes=True)
+    return KeyBody(**{name: getattr(record, name) for name in KeyBody.__struct_fields__})
 
 
 def new_key_body(record: KeyRecord, text: str) -> NewKeyBody:
@@ -259,6 +291,8 @@ class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     w: float
     reason: str
+    queued: bool
+    """Whether it has to wait first, because every replica is saturated or others wait already."""
     candidates: list[CandidateBody]
 
 
@@ -275,6 +309,8 @@ class DecisionBody(ExplanationBody, frozen=True, kw_only=True):
     matched_tokens: int
     cached_tokens: int | None
     """What the replica reported afterwards."""
+    queued_s: float
+    """Of `first_byte_s`: in the queue."""
     first_byte_s: float | None
     duration_s: float
 
@@ -283,19 +319,20 @@ class DecisionList(msgspec.Struct, frozen=True):
     decisions: list[DecisionBody]
 
 
-def explanation_body(decision: Decision) -> ExplanationBody:
+def explanation_body(decision: Decision, *, queued: bool) -> ExplanationBody:
     return ExplanationBody(
         chosen=decision.replica_id,
         policy=decision.policy,
         w=decision.w,
         reason=decision.reason,
+        queued=queued,
         candidates=[_candidate_body(candidate) for candidate in decision.candidates],
     )
 
 
 def decision_body(record: Record, decision: Decision, unix_offset: float) -> DecisionBody:
     return DecisionBody(
-        **msgspec.structs.asdict(explanation_body(decision)),
+        **msgspec.structs.asdict(explanation_body(decision, queued=record.queued_s > 0)),
         request_id=record.request_id,
         time=record.started_at + unix_offset,
         key_id=record.key_id,
@@ -305,6 +342,7 @@ def decision_body(record: Record, decision: Decision, unix_offset: float) -> Dec
         prompt_tokens=decision.prompt_tokens,
         matched_tokens=decision.matched_tokens,
         cached_tokens=record.usage.cached_tokens if record.usage is not None else None,
+        queued_s=record.queued_s,
         first_byte_s=record.first_byte_s,
         duration_s=record.duration_s,
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.admin.addresses import AllowList, Resolve
-from gateway.admin.bodies import DecisionBody
+from gateway.admin.bodies import DecisionBody, NewKeyBody
+from gateway.admin.idempotency import Idempotency
 from gateway.admin.registry import Registry
 from gateway.keys import KeyStore
 from gateway.settings import Settings
@@ -37,13 +38,15 @@ class AdminContext:
     registry: Registry
     insight: Insight
     resolve: Resolve
-    explain: Callable[[bytes, str | None], Awaitable[Decision]]
-    """Decide for the body of a request, in a sharing group or the default one, and send nothing. Raises `ApiError`."""
+    explain: Callable[[bytes, str | None], Awaitable[tuple[Decision, bool]]]
+    """Decide for the body of a request, in a sharing group or the default one, and send nothing; also whether it would have to
+    wait before. Raises `ApiError`."""
     clock: Callable[[], float]
     """Monotonic seconds."""
     wall_clock: Callable[[], float]
     """Unix seconds."""
     version: str
+    created_keys: Idempotency[NewKeyBody] = field(default_factory=Idempotency)
 
     @property
     def unix_offset(self) -> float:

@@ -29,7 +29,8 @@ _REPLICAS_A_TURN: Final = 128
 
 
 async def _explain(context: AdminContext, call: Call) -> ExplanationBody:
-    return explanation_body(await context.explain(bytes(call.body), call.query.get("group")))
+    decision, queued = await context.explain(bytes(call.body), call.query.get("group"))
+    return explanation_body(decision, queued=queued)
 
 
 async def _decisions(context: AdminContext, call: Call) -> DecisionList:

@@ -25,7 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api_error import ApiError
-from gateway.keys import KeyRecord, KeyStore
+from gateway.authentication import Authenticator
+from gateway.keys import KeyRecord
 from gateway.server.asgi import ClientGone, error_headers, header, read_body, request_id
 
 __all__ = [
@@ -65,6 +66,8 @@ class Call:
     """Of the endpoint's type; None where it takes none."""
     key: KeyRecord | None
     """None only where no key is needed."""
+    idempotency_key: bytes | None = None
+    """As the caller sent it."""
 
     @property
     def caller(self) -> KeyRecord:
@@ -88,13 +91,14 @@ class Endpoint(Generic[Context]):
     """Whether the log says who called it; GETs never are."""
 
 
-def rest_app(endpoints: Sequence[Endpoint[Context]], context: Context, keys: KeyStore) -> ASGIApp:
+def rest_app(endpoints: Sequence[Endpoint[Context]], context: Context, authenticator: Authenticator) -> ASGIApp:
     by_path: dict[str, dict[str, Endpoint[Context]]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
     app = Starlette(
         routes=[
-            Route(path, _guarded(methods, context, keys), methods=list(methods)) for path, methods in by_path.items()
+            Route(path, _guarded(methods, context, authenticator), methods=list(methods))
+            for path, methods in by_path.items()
         ],
         exception_handlers={
             ApiError: answer_error,
@@ -108,13 +112,13 @@ def rest_app(endpoints: Sequence[Endpoint[Context]], context: Context, keys: Key
 
 
 def _guarded(
-    methods: Mapping[str, Endpoint[Context]], context: Context, keys: KeyStore
+    methods: Mapping[str, Endpoint[Context]], context: Context, authenticator: Authenticator
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         endpoint = methods["GET" if request.method == "HEAD" else request.method]
-        key = _authorize(endpoint.needs, keys, request.scope)
+        key = _authorize(endpoint.needs, authenticator, request.scope)
         body = await _read_body(endpoint, request) if endpoint.body is not None else None
-        call = Call(request.path_params, request.query_params, body, key)
+        call = Call(request.path_params, request.query_params, body, key, header(request.scope, b"idempotency-key"))
         answer = await endpoint.handle(context, call)
         if key is not None and endpoint.method != "GET" and endpoint.is_logged:
             _log.info("%s %s by %s", endpoint.method, endpoint.path.format_map(request.path_params), key.id)
@@ -123,15 +127,10 @@ def _guarded(
     return answer
 
 
-def _authorize(needs: Needs, keys: KeyStore, scope: Scope) -> KeyRecord | None:
+def _authorize(needs: Needs, authenticator: Authenticator, scope: Scope) -> KeyRecord | None:
     if needs is Needs.NO_KEY:
         return None
-    try:
-        key = keys.identify(header(scope, b"authorization") or b"")
-    except ApiError:  # two of them
-        key = None
-    if key is None:
-        raise ApiError(401, "invalid_api_key", "This needs a valid key of this gateway, sent as a bearer token.")
+    key = authenticator.any(scope)
     if key.kind not in needs.value:
         raise ApiError(403, "insufficient_permissions", f"A key of kind '{key.kind}' may not do this.")
     return key

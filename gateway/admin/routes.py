@@ -17,6 +17,7 @@ from gateway.admin.insight import INSIGHT_ENDPOINTS
 from gateway.admin.key_routes import KEY_ENDPOINTS
 from gateway.admin.replicas import REPLICA_ENDPOINTS
 from gateway.admin.rest import Call, Endpoint, Needs, openapi, rest_app
+from gateway.authentication import Authenticator
 
 __all__ = ["ENDPOINTS", "admin_app"]
 
@@ -41,4 +42,5 @@ ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
 
 
 def admin_app(context: AdminContext) -> ASGIApp:
-    return rest_app(ENDPOINTS, context, context.keys)
+    authenticator = Authenticator(context.keys, clock=context.clock, wall_clock=context.wall_clock)
+    return rest_app(ENDPOINTS, context, authenticator)

@@ -39,6 +39,9 @@ class AdminClient:
         except httpx.InvalidURL as error:
             raise click.ClickException(f"'{url}' is no URL: {error}") from error
 
+    def close(self) -> None:
+        self._http.close()
+
     def call(self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None) -> Any:
         """`body`: bytes are JSON already."""
         content = body if isinstance(body, bytes) or body is None else msgspec.json.encode(body)
@@ -72,14 +75,16 @@ def _message(answer: httpx.Response) -> str:
 
 
 def admin_client(url: str | None, key: str | None, connection: Path) -> AdminClient:
-    """From flags or environment, else from the file that `warmpath up` wrote here."""
+    """Until the command ends. From flags or environment, else from the file that `warmpath up` wrote here."""
     if url is None or key is None:
         try:
             known = msgspec.json.decode(connection.read_bytes(), type=_Connection)
         except (OSError, msgspec.MsgspecError) as error:
             raise click.UsageError("give --admin-url and --admin-key; no `warmpath up` runs in this folder") from error
         url, key = url or known.admin_url, key or known.admin_key
-    return AdminClient(url, key)
+    client = AdminClient(url, key)
+    click.get_current_context().call_on_close(client.close)
+    return client
 
 
 def admin_options(command: Any) -> Any:

@@ -55,6 +55,8 @@ def explain(
         click.echo(msgspec.json.format(msgspec.json.encode(found)))
         return
     click.echo(f"{found['chosen']}: {found['reason']} (policy {found['policy']}, w {found['w']:.2f})")
+    if found["queued"]:
+        click.echo("It would wait first: every replica is saturated, or others wait already.")
     terminal().print(explanation_table(found))
 
 

@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,9 @@ import click
 import httpx
 import msgspec
 
-from gateway.keys import KeyKind, KeyStore, KeyStoreError
+from gateway.keys import KeyKind, KeyStoreError
+from gateway.keys.opening import open_key_store
+from gateway.settings import SettingsError, load_settings
 
 __all__ = ["up"]
 
@@ -170,7 +173,7 @@ def up(model: str, port: int, admin_port: int, workers: int, state_dir: Path, wo
     plan = Plan(model, port, admin_port, workers, state_dir.absolute(), worker_args)
     try:
         asyncio.run(_run(plan))
-    except (OSError, KeyStoreError) as error:
+    except (OSError, KeyStoreError, SettingsError) as error:
         raise click.ClickException(f"cannot start: {error}") from error
 
 
@@ -179,7 +182,7 @@ async def _run(plan: Plan) -> None:
         raise click.ClickException(f"PORT and ADMIN_PORT are both {plan.port}; they must differ")
     for name, port in (("PORT", plan.port), ("ADMIN_PORT", plan.admin_port)):
         _require_free(name, port)
-    connection = _prepare_connection(plan)
+    connection = await _prepare_connection(plan)
     log_dir = plan.state_dir / "logs"
     log_dir.mkdir(exist_ok=True)
     stop = asyncio.Event()
@@ -342,26 +345,32 @@ def _command() -> str:
     return "warmpath" if shutil.which("warmpath") else os.path.relpath(Path(sys.executable).with_name("warmpath"))
 
 
-def _prepare_connection(plan: Plan) -> Connection:
+async def _prepare_connection(plan: Plan) -> Connection:
     """The keys of the last start if they still open this store, else new ones."""
-    store = KeyStore.open(plan.state_dir)
+    store = await open_key_store(load_settings(flags={"state_dir": plan.state_dir}))
     last: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
         last = msgspec.json.decode(plan.connection_path.read_bytes(), type=dict[str, str])
 
-    def key(kind: KeyKind, name: str) -> str:
+    async def key(kind: KeyKind, name: str) -> str:
         known = last.get(name, "")
-        if store.verify(f"Bearer {known}".encode(), kind):
+        now = time.time()
+        if store.ring.verify(f"Bearer {known}".encode(), kind, now):
             return known
-        return store.create(kind, name="up", tenant="up", debug=True)[1]
+        lost = [record.id for record in store.ring.usable(kind, now) if (record.tenant, record.name) == ("up", "up")]
+        making = store.rotate(lost[-1], 0.0) if lost else store.create(kind, name="up", tenant="up", debug=True)
+        return (await making)[1]
 
-    connection = Connection(
-        base_url=f"http://{_HOST}:{plan.port}/v1",
-        api_key=key("client", "api_key"),
-        admin_url=f"http://{_HOST}:{plan.admin_port}",
-        admin_key=key("admin", "admin_key"),
-        join_token=key("join", "join_token"),
-    )
+    try:
+        connection = Connection(
+            base_url=f"http://{_HOST}:{plan.port}/v1",
+            api_key=await key("client", "api_key"),
+            admin_url=f"http://{_HOST}:{plan.admin_port}",
+            admin_key=await key("admin", "admin_key"),
+            join_token=await key("join", "join_token"),
+        )
+    finally:
+        await store.aclose()
     descriptor = os.open(plan.connection_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(connection))

@@ -208,6 +208,9 @@ class LeasingLimiter:
         finally:
             for pool in plan.asking:
                 pool.is_asking = False
+        if life != self._life:  # the ledger was lost meanwhile, and what it gave is held by nobody who lives
+            self._put_back(plan, life)
+            return self._fallback.try_reserve(limits, amounts)
         if isinstance(verdict, Refused):
             self._put_back(plan, life)
             if verdict.wait_s is not None and verdict.limit.measure == Measure.REQUESTS:
@@ -259,9 +262,13 @@ class LeasingLimiter:
 
     def _put_back(self, plan: _Plan, life: int) -> None:
         for limit, piece, amount in plan.aside:
-            piece.units += amount
-            if life != self._life and limit.measure >= Measure.PARALLEL:
-                self._hold(limit, -amount)  # its slice is of a life that is over
+            pool = self._known_pool(limit)
+            if life == self._life and pool is not None and piece in pool.slices:
+                piece.units += amount
+            elif limit.measure < Measure.PARALLEL:  # its slice was given back, or is of a life that is over
+                self._tell(limit, 0, -amount, piece.bucket)
+            else:
+                self._release(limit, amount)
 
     def _reservation(
         self, limits: Sequence[Limit], amounts: Amounts, buckets: list[int], left: list[int]
@@ -316,6 +323,10 @@ class LeasingLimiter:
         held = max((known.held if known is not None else 0) + more, 0)
         self._held[limit.counter] = Change(limit.counter, limit.measure, held=held)
 
+    def _release(self, limit: Limit, amount: int) -> None:
+        self._hold(limit, -amount)
+        self._tell(limit, -amount, 0, 0)
+
     def _tell(self, limit: Limit, held: int, spent: int, bucket: int) -> None:
         if not held and not spent:
             return
@@ -329,6 +340,13 @@ class LeasingLimiter:
         self._untold[name] = Change(limit.counter, limit.measure, held, spent, bucket)
 
     # --- keeping the ledger informed
+
+    async def begin(self) -> None:
+        """Before the first request, so that none waits for a connection to be made."""
+        try:
+            await self._link.post(Post(self.holder, [], [], []), surely=True)
+        except LedgerUnavailable as error:
+            self._lost(error, self._life)
 
     async def run(self) -> None:
         """For as long as requests come: gives back what lies idle, renews what is held, looks for a ledger that was lost."""
@@ -372,8 +390,7 @@ class LeasingLimiter:
             if limit.measure < Measure.PARALLEL:
                 self._tell(limit, 0, -piece.units, piece.bucket)
             else:
-                self._hold(limit, -piece.units)
-                self._tell(limit, -piece.units, 0, 0)
+                self._release(limit, piece.units)
             piece.units = 0
         pool.slices = [piece for piece in pool.slices if piece.units]
 

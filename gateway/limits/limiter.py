@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+import msgspec
+
 from gateway.limits.ledger import Granted, Ledger, Limit, Refused
 from gateway.limits.reservation import Reservation
 from gateway.limits.rules import Amounts
@@ -12,6 +14,8 @@ from gateway.limits.rules import Amounts
 __all__ = ["Limiter", "LocalLimiter"]
 
 _SELF: Final = "self"
+_SHARE_WAIT_S: Final = 1.0
+"""What is more than a share of a limit may be less than the whole, and the ledger may be back by then."""
 
 
 class Limiter(Protocol):
@@ -60,6 +64,8 @@ class LocalLimiter:
         verdict = self.ledger.acquire(_SELF, limits, wanted, self._clock(), self._wall_clock())
         if isinstance(verdict, Granted):
             return Reservation(self, limits, amounts, verdict.bucket, verdict.left, is_local=self._is_fallback)
+        if verdict.wait_s is None and self._is_fallback:
+            return msgspec.structs.replace(verdict, wait_s=_SHARE_WAIT_S)
         return verdict
 
     async def reserve(self, limits: Sequence[Limit], amounts: Amounts) -> Reservation | Refused:

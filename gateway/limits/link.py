@@ -108,7 +108,7 @@ class RemoteLedger:
         deadline_s: float = _DEADLINE_S,
     ) -> None:
         """Both hand a message to `LedgerServer.handle`, in the order in which they are called; `call` waits for its answer.
-        Either may raise OSError.
+        Whatever they raise means that the ledger is away.
         """
         self._call = call
         self._post = post
@@ -125,7 +125,7 @@ class RemoteLedger:
             return
         try:
             self._post(_encode(post))
-        except OSError as error:
+        except Exception as error:
             raise LedgerUnavailable("connection", was_sent=False) from error
 
     async def aclose(self) -> None:
@@ -137,5 +137,5 @@ class RemoteLedger:
                 return await self._call(_encode(message))
         except TimeoutError as error:
             raise LedgerUnavailable("timeout") from error
-        except OSError as error:
+        except Exception as error:  # the channel's own: nobody's request fails by it
             raise LedgerUnavailable("connection") from error

@@ -18,7 +18,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
+from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gateway.limits.ledger import HOLD_S, Granted, Limit, Refused
@@ -31,6 +31,9 @@ _CONNECTIONS: Final = 32
 """A trip takes well under a millisecond of Redis's time; more at once would only wait there."""
 _BATCH: Final = 256
 """Counters in one call of the script, which nobody else's runs beside."""
+_KINDS: Final = ("READONLY", "WRONGTYPE", "BUSY", "OOM", "LOADING", "NOAUTH", "NOPERM", "CLUSTERDOWN")
+_BEFORE_IT_BEGAN: Final = frozenset({"readonly", "busy", "oom", "loading", "noauth", "noperm", "clusterdown"})
+"""Refusals that come before the script has changed anything."""
 _PREFIX: Final = "{warmpath/1}:limit:"
 """With the version of what is stored there: another one's counters are not looked at."""
 
@@ -63,7 +66,7 @@ class RedisLedger:
             timeout=deadline_s,
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=deadline_s,
-            health_check_interval=0,
+            protocol=2,  # the newer one costs each new connection a round trip, for nothing that is used here
         )
         self._redis = redis.asyncio.Redis.from_pool(pool)
 
@@ -107,22 +110,20 @@ class RedisLedger:
                     return await self._redis.evalsha(self._digest, len(keys), *keys, *arguments)
                 except NoScriptError:  # a new server, or one that was told to forget
                     return await self._redis.eval(self._script, len(keys), *keys, *arguments)
-        except ReadOnlyError as error:
-            await self._drop_connections()  # the primary is somewhere else by now
-            raise LedgerUnavailable("readonly", was_sent=False) from error
         except (TimeoutError, RedisTimeoutError) as error:
             raise LedgerUnavailable("timeout") from error
         except (RedisConnectionError, OSError) as error:
             raise LedgerUnavailable("connection") from error
         except RedisError as error:
-            raise LedgerUnavailable(_kind(str(error))) from error
+            kind = _kind(str(error))
+            if kind == "readonly":
+                await self._drop_connections()  # the primary is somewhere else by now
+            raise LedgerUnavailable(kind, was_sent=kind not in _BEFORE_IT_BEGAN) from error
 
     async def _drop_connections(self) -> None:
         await self._redis.connection_pool.disconnect(inuse_connections=False)
 
 
 def _kind(message: str) -> str:
-    """WRONGTYPE and BUSY have no class of their own, and errors inside the script carry its name before theirs."""
-    return next(
-        (kind.lower() for kind in ("WRONGTYPE", "BUSY", "OOM", "LOADING", "NOAUTH") if kind in message), "other"
-    )
+    """Most have no class of their own, and what goes wrong inside the script is told behind the script's name."""
+    return next((kind.lower() for kind in _KINDS if kind in message), "other")

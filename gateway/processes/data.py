@@ -20,19 +20,19 @@ from typing import Final
 
 import uvloop
 
-from gateway.app import DataPlane, Knowledge, build_data_plane, build_knowledge, unready
+from gateway.app import DataPlane, Knowledge, build_data_plane, build_knowledge, client_server, unready
+from gateway.keys import KeyRing, RingHolder
 from gateway.limits import RemoteLedger
 from gateway.processes.bus import Bus
 from gateway.processes.channel import Channel, ChannelClosed
 from gateway.processes.control import IDS, MEMBERS, Start, decode_start, encode, settings_of
-from gateway.processes.key_copy import decode_keys
 from gateway.processes.members import Member, Membership
 from gateway.processes.merged_metrics import families_of
 from gateway.processes.messages import Batch, Crashed, HomeMade, Message
 from gateway.processes.shared_memory import SharedHomes, SharedQuarantine
 from gateway.processes.shared_router import SharedRouter
-from gateway.server.listener import Listener, raise_descriptor_limit
-from gateway.serving import ask_to_stop, configure_logging, listening, make_server, spare_collections
+from gateway.server.listener import raise_descriptor_limit
+from gateway.serving import configure_logging, listening, spare_collections
 from router import Trust
 
 __all__ = ["main"]
@@ -66,12 +66,19 @@ class _DataProcess:
         self._homes = SharedHomes(bus.post_now, bus.catch_up)
         self._quarantine = SharedQuarantine(bus.post_now)
         self._knowledge: Knowledge = build_knowledge(settings, self._router)
-        self.keys = decode_keys(start.keys)
+        self.keys = RingHolder(KeyRing.decode(start.keys))
         self.plane: DataPlane = build_data_plane(
             settings, self._knowledge, self.keys, ledger, self._homes, self._quarantine
         )
+        self.plane.telemetry.register(
+            "counter",
+            "warmpath_bus_dropped_messages",
+            "Messages that another process never got: it took nothing for too long.",
+            (),
+            lambda: {(): bus.dropped},
+        )
         self._membership = Membership(self._router, self._knowledge.watcher, clock)
-        self.server = make_server(self.plane.public, Listener(settings.server.limits), settings.server.grace_s)
+        self.server = client_server(settings, self.plane)
         self._listening = contextlib.ExitStack()
 
     def join(self) -> None:
@@ -91,7 +98,7 @@ class _DataProcess:
         async with self.plane.background():
             telling = asyncio.create_task(self._tell_unready(tell_unready))
             try:
-                await self.server.serve([listener])
+                await self.server.serve(listener)
             finally:
                 telling.cancel()
                 await asyncio.gather(telling, return_exceptions=True)
@@ -110,7 +117,7 @@ class _DataProcess:
         self._membership.take_over(members)
 
     def take_keys(self, data: bytes) -> None:
-        self.keys._records = decode_keys(data)._records
+        self.keys.ring = KeyRing.decode(data)
 
     def set_peers(self, processes: Sequence[int]) -> None:
         self._router.set_processes(processes, self._clock())
@@ -208,11 +215,11 @@ class _Host:
     def stop(self) -> None:
         """Asked again, it waits for no answer that still runs."""
         if self._process is not None:
-            ask_to_stop([self._process.server])
+            self._process.server.stop()
         self._listener.cancel()
 
     def _supervisor_gone(self) -> None:
-        if self._process is None or not self._process.server.should_exit:
+        if self._process is None or not self._process.server.is_stopping:
             self.stop()
 
     @property

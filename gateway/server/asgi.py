@@ -7,11 +7,12 @@ Starlette app behind them.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Final, cast
+from typing import Final
 
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +20,7 @@ from gateway.api_error import ApiError
 
 __all__ = [
     "DISCONNECT_EXTENSION",
+    "HEADERS_BY_NAME",
     "WRITE_EXTENSION",
     "ClientGone",
     "Reply",
@@ -38,6 +40,9 @@ DISCONNECT_EXTENSION: Final = "warmpath.disconnect"
 WRITE_EXTENSION: Final = "warmpath.write"
 """The same: takes a piece of a begun answer and writes it at once. False when the client must be waited for, or has left."""
 
+HEADERS_BY_NAME: Final = "warmpath.headers"
+"""In a scope: a dict of its headers, of repeated ones the last. Made where it is missing."""
+
 _SANE_ID: Final = re.compile(rb"[A-Za-z0-9_-]{1,128}")
 _JSON: Final = (b"content-type", b"application/json")
 
@@ -48,18 +53,23 @@ class ClientGone(Exception):
 
 def header(scope: Scope, name: bytes) -> bytes | None:
     """The value of a header that may appear once; None when absent. A repeated one is refused as 400."""
-    values = [value for key, value in scope["headers"] if key == name]
-    if len(values) > 1:
+    headers, by_name = scope["headers"], _by_name(scope)
+    if len(by_name) < len(headers) and sum(key == name for key, _ in headers) > 1:
         raise ApiError(400, "duplicate_header", f"The header '{name.decode('latin-1')}' appears more than once.")
-    return values[0] if values else None
+    return by_name.get(name)
+
+
+def _by_name(scope: Scope) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] | None = scope.get(HEADERS_BY_NAME)
+    if found is None:
+        found = scope[HEADERS_BY_NAME] = dict(scope["headers"])
+    return found
 
 
 def request_id(scope: Scope) -> str:
     """The caller's x-request-id if it is sane, else a new one."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and _SANE_ID.fullmatch(value):
-            return cast(bytes, value).decode()
-    return new_request_id()
+    value = _by_name(scope).get(b"x-request-id")
+    return value.decode() if value is not None and _SANE_ID.fullmatch(value) else new_request_id()
 
 
 def new_request_id() -> str:
@@ -69,16 +79,19 @@ def new_request_id() -> str:
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The whole body. Refuses (413) on the announced length, before reading, and on the real one while reading."""
     _check_size(int(header(scope, b"content-length") or 0), limit)
-    body = bytearray()
+    parts: list[bytes] = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         data = message.get("body", b"")
-        _check_size(len(body) + len(data), limit)
+        size += len(data)
+        _check_size(size, limit)
         if not message.get("more_body"):
-            return bytes(body) + data if body else bytes(data)
-        body += data
+            return b"".join((*parts, data)) if parts else data
+        if data:
+            parts.append(data)
 
 
 def _check_size(size: int, limit: int) -> None:
@@ -148,6 +161,8 @@ class Reply:
         """Of the answer, whatever it will be."""
         self.status: int | None = None
         """None until the status line went out: until then every ending is still possible."""
+        self.streams = False
+        """Whether it goes out in pieces, each of which is whole by itself."""
         self.complete = False
         """Whether its last byte was handed to the server."""
 
@@ -162,6 +177,7 @@ class Reply:
         self.status = status  # not before: a start that is cancelled while it waits for a slow client has not begun
 
     async def chunk(self, data: bytes) -> None:
+        self.streams = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
@@ -188,7 +204,7 @@ def error_headers(error: ApiError) -> list[Header]:
     if error.retry_after_s is not None:
         seconds = max(error.retry_after_s, 0.001)
         headers += [
-            (b"retry-after", str(max(1, round(seconds))).encode()),
+            (b"retry-after", str(math.ceil(seconds)).encode()),
             (b"retry-after-ms", str(max(1, round(seconds * 1000))).encode()),
         ]
     return headers

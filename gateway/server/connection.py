@@ -69,6 +69,8 @@ class Hub(Protocol):
 
     limits: ListenerLimits
     refused: Counter[str]
+    draining: bool
+    """Whether each answer closes its connection."""
 
     def opened(self, connection: Connection) -> bool:
         """Whether there is room for one more. Either way `closed` is due."""
@@ -182,6 +184,12 @@ class Connection(asyncio.Protocol):
 
     # --- called by the hub
 
+    def close_after_answers(self) -> None:
+        """The requests that are here are the last ones."""
+        last = self._pipelined[-1] if self._pipelined else self._current
+        if last is not None:
+            last.keep_alive = False
+
     def check(self, now: float) -> None:
         """End what has lasted too long."""
         limits = self._limits
@@ -213,14 +221,18 @@ class Connection(asyncio.Protocol):
     # --- the parser
 
     def _feed(self, data: bytes) -> None:
+        if len(data) <= _PIECE_BYTES:
+            self._parse(data)
+            return
+        view = memoryview(data)
         start = 0
         while start < len(data):
             is_plain = self._receiving is not None and not self._head.is_chunked
             end = len(data) if is_plain else start + _PIECE_BYTES
-            self._parse(data[start:end])
+            self._parse(view[start:end])
             start = end
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: bytes | memoryview) -> None:
         self._unaccounted_bytes += len(data)
         num_bytes, head = len(data), self._head
         while True:
@@ -263,7 +275,7 @@ class Connection(asyncio.Protocol):
         cycle = self._receiving = Cycle(
             self,
             scope,
-            keep_alive=version == "1.1" and parser.should_keep_alive() and not self._stopping,
+            keep_alive=version == "1.1" and parser.should_keep_alive() and not (self._stopping or self._hub.draining),
             expects_continue=self._head.expects_continue,
         )
         self._body_bytes = 0

@@ -39,6 +39,7 @@ class Listener:
         self.max_connections = self.limits.max_connections or int(_descriptors() * descriptor_share)
         self.refused: Counter[str] = Counter()
         """Requests and connections that were refused or cut here, by code."""
+        self.draining = False
         self._open: set[Connection] = set()
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -55,6 +56,12 @@ class Listener:
     ) -> asyncio.Protocol:
         """A new connection's, as uvicorn asks for it."""
         return Connection(self, cast(ASGIApp, config.loaded_app), server_state)
+
+    def drain(self) -> None:
+        """From now on every answer closes its connection, so that clients connect anew, elsewhere."""
+        self.draining = True
+        for connection in self._open:
+            connection.close_after_answers()
 
     def opened(self, connection: Connection) -> bool:
         """Whether there is room for one more."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 from httptools import HttpParserError, parse_url
 from starlette.types import Scope
 
 from gateway.api_error import ApiError
+from gateway.server.asgi import HEADERS_BY_NAME
 
 __all__ = ["RequestHead"]
 
@@ -31,10 +33,20 @@ _ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
 class RequestHead:
     """All methods raise `ApiError` for what no app should see."""
 
-    __slots__ = ("_num_bytes", "_raw_bytes", "_target", "complete", "expects_continue", "headers", "is_chunked")
+    __slots__ = (
+        "_by_name",
+        "_num_bytes",
+        "_raw_bytes",
+        "_target",
+        "complete",
+        "expects_continue",
+        "headers",
+        "is_chunked",
+    )
 
     def __init__(self) -> None:
         self.headers: list[tuple[bytes, bytes]] = []
+        self._by_name: dict[bytes, bytes] = {}
         self.complete = False
         """Whether the headers have all arrived; what comes then are trailers."""
         self.expects_continue = False
@@ -70,9 +82,10 @@ class RequestHead:
         if version not in ("1.1", "1.0"):
             raise ApiError(505, "http_version", "HTTP/1.1 is spoken here.")
         self.complete = True
+        self._by_name = dict(self.headers)
         self._check_host(version)
         self._check_encoding(version)
-        expects = [value.lower() for name, value in self.headers if name == b"expect"]
+        expects = [value.lower() for value in self._values(b"expect")]
         if expects not in ([], [b"100-continue"]):
             raise ApiError(417, "expectation_failed", "Only 'expect: 100-continue' is understood.")
         self.expects_continue = bool(expects) and version == "1.1"
@@ -83,21 +96,25 @@ class RequestHead:
             "method": method.decode("ascii"),
             "root_path": "",
             "headers": self.headers,
+            HEADERS_BY_NAME: self._by_name,
             "state": {},
             **peers,
             **_split(self._target),
         }
 
+    def _values(self, name: bytes) -> list[bytes]:
+        return [value for key, value in self.headers if key == name] if name in self._by_name else []
+
     def _check_host(self, version: str) -> None:
-        hosts = [value for name, value in self.headers if name == b"host"]
+        hosts = self._values(b"host")
         if len(hosts) != 1 and not (version == "1.0" and not hosts):
             raise ApiError(400, "invalid_host", "A request has one Host header.")
-        if hosts and not _HOST.fullmatch(hosts[0]):
+        if hosts and not _is_host(hosts[0]):
             raise ApiError(400, "invalid_host", "The Host header is no host.")
 
     def _check_encoding(self, version: str) -> None:
         """The parser takes any list that ends in chunked, and takes it of HTTP/1.0; a proxy before us may read it otherwise."""
-        encodings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        encodings = [value.lower() for value in self._values(b"transfer-encoding")]
         if encodings and (encodings != [b"chunked"] or version == "1.0"):
             raise ApiError(400, "invalid_http", "Transfer-Encoding is chunked, once, or absent.")
         self.is_chunked = bool(encodings)
@@ -112,7 +129,16 @@ class RequestHead:
         return b"%b %b HTTP/%b\r\n%b%b\r\n" % (method, self._target, version.encode(), b"".join(lines), last)
 
 
-def _split(target: bytes) -> dict[str, Any]:
+# The two below are asked for every request, and clients ask for the same few things.
+
+
+@lru_cache(maxsize=256)
+def _is_host(value: bytes) -> bool:
+    return _HOST.fullmatch(value) is not None
+
+
+@lru_cache(maxsize=256)
+def _split(target: bytes) -> Mapping[str, Any]:
     """A request's target → the path and query of its scope."""
     try:
         url = parse_url(target)

@@ -11,16 +11,18 @@ Errors, all of which say that this replica gave no whole answer to this request:
     ├── UpstreamTimeout      connected, then silent for first_byte_s or idle_s
     ├── UpstreamClosed       the connection ended before the answer did
     ├── ProtocolViolation    what came is not what was asked for, or is larger than we accept
-    └── ReplicaError         a stream that carries an error of the replica's own
+    ├── ReplicaError         a stream that carries an error of the replica's own
+    └── LocalExhaustion      we have no descriptor, port or memory for a connection: no fault of the replica's
 
 What must hold: after any of them, and after a cancellation, the connection is closed and nothing is left to release.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal, Protocol, cast
+from typing import Final, Literal, Protocol, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,6 +30,7 @@ import msgspec
 __all__ = [
     "ConnectFailed",
     "ConnectRefused",
+    "LocalExhaustion",
     "Origin",
     "ProtocolViolation",
     "ReplicaError",
@@ -38,6 +41,7 @@ __all__ = [
     "UpstreamRequest",
     "UpstreamResponse",
     "UpstreamTimeout",
+    "is_local_exhaustion",
 ]
 
 Header = tuple[bytes, bytes]
@@ -73,6 +77,19 @@ class ReplicaError(UpstreamError):
     def __init__(self, data: bytes) -> None:
         super().__init__("the replica reported an error inside its stream")
         self.data = data
+
+
+class LocalExhaustion(UpstreamError):
+    """This process or machine has no room for another connection. The replica was not asked, and another one could not be."""
+
+
+_EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""EADDRNOTAVAIL: no local port is left for that address."""
+
+
+def is_local_exhaustion(error: BaseException) -> bool:
+    """Whether a connect failed for want of something here, rather than at the replica."""
+    return isinstance(error, OSError) and error.errno in _EXHAUSTED
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -145,7 +162,15 @@ class UpstreamResponse(Protocol):
 
 
 class Upstream(Protocol):
-    """All replicas of a gateway; connections are kept for the next request."""
+    """All replicas of a gateway. What it counts may be read in any thread."""
+
+    @property
+    def in_use(self) -> int:
+        """Connections that carry an exchange."""
+
+    @property
+    def idle(self) -> int:
+        """Connections kept for the next request."""
 
     async def send(self, request: UpstreamRequest) -> UpstreamResponse:
         """Send the request and wait for the head of its answer. Raises `UpstreamError`."""

@@ -18,14 +18,16 @@ from typing import Final, cast
 from gateway.upstream.contract import (
     ConnectFailed,
     ConnectRefused,
+    LocalExhaustion,
     Origin,
     UpstreamClosed,
     UpstreamError,
     UpstreamRequest,
+    is_local_exhaustion,
 )
 from gateway.upstream.exchange import Exchange
 
-__all__ = ["Http1Upstream"]
+__all__ = ["Http1Upstream", "encode_head", "host_header"]
 
 _KEEP_IDLE_S: Final = 4.0
 """uvicorn, and so vLLM and our workers, close a connection that was idle for 5 s; leaving first avoids most races."""
@@ -51,15 +53,15 @@ class Http1Upstream:
     @property
     def in_use(self) -> int:
         """Connections that carry an exchange."""
-        return sum(connection.exchange is not None for connection in self._connections)
+        return sum(connection.exchange is not None for connection in list(self._connections))
 
     @property
     def idle(self) -> int:
-        return sum(map(len, self._idle.values()))
+        return sum(map(len, list(self._idle.values())))
 
     async def send(self, request: UpstreamRequest) -> Exchange:
         """See `Upstream.send`. A request that met a connection closed while idle is sent once more, on a fresh one."""
-        head = _encode_head(request)
+        head = encode_head(request)
         connection = self._take_idle(request.origin)
         if connection is not None:
             exchange = connection.begin(head, request)
@@ -103,6 +105,8 @@ class Http1Upstream:
         except ConnectionRefusedError as error:
             raise ConnectRefused(f"no connection to {where}: {error}") from error
         except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
+            if is_local_exhaustion(error):
+                raise LocalExhaustion(f"no connection to {where}: {error}") from error
             raise ConnectFailed(f"no connection to {where}: {error}") from error
         if self._closed or connection.is_closing():
             connection.close()
@@ -239,7 +243,7 @@ class _Connection(asyncio.Protocol):
         self.lost.set_result(None)
 
 
-def _encode_head(request: UpstreamRequest) -> bytes:
+def encode_head(request: UpstreamRequest) -> bytes:
     """Request line and headers. Raises ValueError rather than let a value end its line: values come from other people."""
     if not request.path.startswith("/") or " " in request.path:
         raise ValueError("a request's path starts with a slash and has no space")
@@ -262,7 +266,10 @@ def _encode_head(request: UpstreamRequest) -> bytes:
 @lru_cache(maxsize=1024)
 def _fixed_lines(origin: Origin) -> bytes:
     """What is the same in every request to an origin, from the protocol's version on."""
+    return b" HTTP/1.1\r\nhost: %b\r\naccept-encoding: identity\r\n" % host_header(origin)
+
+
+def host_header(origin: Origin) -> bytes:
     host = f"[{origin.host}]" if ":" in origin.host else origin.host
     default_port = 443 if origin.scheme == "https" else 80
-    authority = host if origin.port == default_port else f"{host}:{origin.port}"
-    return f" HTTP/1.1\r\nhost: {authority}\r\naccept-encoding: identity\r\n".encode("ascii")
+    return (host if origin.port == default_port else f"{host}:{origin.port}").encode("ascii")

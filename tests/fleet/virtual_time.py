@@ -11,27 +11,37 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import click
 
-from gateway.processes.bus import FLUSH_S
-from gateway.processes.messages import Message
-from gateway.processes.shared_router import SharedRouter
-from loadtest.workloads import WORKLOADS, Workload, ideal_cached_tokens, make_workload
-from router import BlockName, Outcome, Query, Reservation, Router, RoutingSettings, block_names, root_name
-from router.route import Decision
-from router.wire import Frame, FrameDecoder, Hello, ReplicaSpec
+from loadtest.workloads import WORKLOADS, Request, Workload, ideal_cached_tokens, make_workload
+from router import (
+    Asked,
+    BlockName,
+    Decision,
+    Dropped,
+    Gate,
+    GateSettings,
+    Outcome,
+    Placed,
+    Query,
+    Reservation,
+    Router,
+    RoutingSettings,
+    block_names,
+    root_name,
+)
+from router.fair_queue import Entry
+from router.wire import FrameDecoder, Hello, ReplicaSpec
 from workers.engine import Engine
 from workers.events import EventLog, LoadThrottle
 from workers.protocol import EngineInfo, Sampling, StepReport, Submit
 from workers.simulated import SimulatedRunner, engine_over, simulated_info
 
 REPLICAS: Final = 8
-BUS_S: Final = FLUSH_S
-"""A message waits half of it, and at most all of it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,11 @@ class Figures:
     ttft_mean: float
     prefill_imbalance: float
     """Prompt tokens computed by the replica that computed most, over the mean."""
+    last_first_s: float = 0.0
+    """When the last of them had its first token."""
+    dropped: int = 0
+    """How many were refused."""
+    most_queued: int = 0
 
 
 @dataclass
@@ -52,9 +67,9 @@ class _Asked:
 
     number: int
     due_at: float
-    replica: int
-    router: Router
-    reservation: Reservation
+    tenant: str
+    replica: int = 0
+    reservation: Reservation | None = None
     first_at: float | None = None
     cached_tokens: int = 0
 
@@ -72,54 +87,59 @@ class _Replica:
 
 
 class VirtualFleet:
-    """Runs one workload through one router, or through several that get the requests in turn. Used once."""
+    """Runs one workload through one router. Used once."""
 
     def __init__(
-        self, workload: Workload, settings: RoutingSettings, *, seed: int = 1, processes: int = 1, gateways: int = 1
+        self,
+        workload: Workload,
+        settings: RoutingSettings,
+        *,
+        seed: int = 1,
+        queue: GateSettings | None = None,
+        tenant_of: Callable[[Request], str] = lambda request: "",
+        router: Router | None = None,
     ) -> None:
-        """`processes` tell each other what they begin at once, and the rest at most `BUS_S` later; `gateways` tell nothing."""
         self._workload = workload
         self._draw = random.Random(seed)
-        self._told: list[list[Message]] = [[] for _ in range(processes)]
-        self._routers: list[Router] = [Router(settings) for _ in range(gateways)]
-        if processes > 1:
-            self._routers = [
-                SharedRouter(settings, told.append, partial(self._tell_now, number), lambda: None)
-                for number, told in enumerate(self._told)
-            ]
+        self._router = Router(settings) if router is None else router
         self._info = simulated_info(kv_tokens=workload.kv_tokens)
+        self._gate = None if queue is None else Gate(self._router, self._info.model, queue)
+        self._tenant_of = tenant_of
+        self._waiting: dict[Entry[Asked], _Asked] = {}
+        self._look_planned = False
+        self._most_queued = 0
+        self._dropped: list[_Asked] = []
         self._root = root_name(model=self._info.model)
         self._decoder = FrameDecoder()
         self._numbers = itertools.count()
         self._due: list[tuple[float, int, str, int]] = []
         self._asked: dict[int, _Asked] = {}
         self._open = len(workload.requests)
-        self._now = 0.0
         self._replicas = [self._start(number) for number in range(REPLICAS)]
 
     def run(self) -> Figures:
         for number, request in enumerate(self._workload.requests):
             self._plan(request.at_s, "request", number)
-        if len(self._told) > 1:
-            for number in range(len(self._told)):
-                self._plan(BUS_S * (number + 1) / len(self._told), "bus", number)
-        happen = {"request": self._on_request, "step": self._on_step, "load": self._on_load, "bus": self._on_bus}
+        happen = {
+            "request": self._on_request,
+            "step": self._on_step,
+            "load": self._on_load,
+            "look": self._on_look,
+        }
         while self._open:
-            self._now, _, kind, number = heapq.heappop(self._due)
-            happen[kind](number, self._now)
-        return self._figures()
+            now, _, kind, number = heapq.heappop(self._due)
+            happen[kind](number, now)
+        return self.figures()
 
     def _start(self, number: int) -> _Replica:
         engine = engine_over(SimulatedRunner(self._info))
         engine.warm_up()
         replica = _Replica(engine, EventLog(), LoadThrottle(engine.report()))
         name = _name(number)
-        load = replica.loads.take(seq=0, now=0.0, ts=0.0)
-        for router in self._routers:
-            router.add(name, ReplicaSpec(url="http://replica", model=self._info.model, epoch="e"), 0.0)
-            router.apply(name, _hello(self._info), 0.0)
-            router.set_health(name, True, 0.0)
-            router.apply(name, load, 0.0)
+        self._router.add(name, ReplicaSpec(url="http://replica", model=self._info.model, epoch="e"), 0.0)
+        self._router.apply(name, _hello(self._info), 0.0)
+        self._router.set_health(name, True, 0.0)
+        self._router.apply(name, replica.loads.take(seq=0, now=0.0, ts=0.0), 0.0)
         return replica
 
     def _plan(self, at_s: float, kind: str, number: int) -> None:
@@ -130,20 +150,58 @@ class VirtualFleet:
         ids = request.prompt.encode()  # four bytes of ASCII are the u32 of one simulated token
         names: list[BlockName] = block_names(ids, self._root, self._info.block_size)
         query = Query(model=self._info.model, names=names, num_tokens=request.prompt_tokens)
-        router = self._routers[number % len(self._routers)]
-        decision = router.route(query, now, self._draw.random())
-        assert isinstance(decision, Decision)
-        chosen = int(decision.replica_id)
-        reservation = router.begin(decision, query, str(number), now)
-        self._asked[number] = _Asked(number, request.at_s, chosen, router, reservation)
+        tenant = self._tenant_of(request)
+        asked = self._asked[number] = _Asked(number, request.at_s, tenant)
+        what = Asked(query, str(number), tenant)
+        if self._gate is None:
+            decision = self._router.route(query, now, self._draw.random())
+            assert isinstance(decision, Decision)
+            self._send(asked, Placed(decision, self._router.begin(decision, query, str(number), now)), now)
+            return
+        placed = self._gate.try_pass(what, now, self._draw.random())
+        if isinstance(placed, Placed):
+            self._send(asked, placed, now)
+            return
+        assert placed is None, "there always is a replica"
+        entry, displaced = self._gate.wait(what, now, now, self._draw.random())
+        self._waiting[entry] = asked
+        self._most_queued = max(self._most_queued, len(self._gate))
+        if displaced is not None:
+            self._drop(displaced)
+        self._plan_look(now)
+
+    def _send(self, asked: _Asked, placed: Placed, now: float) -> None:
+        request = self._workload.requests[asked.number]
+        asked.replica, asked.reservation = int(placed.decision.replica_id), placed.reservation
+        number, chosen = asked.number, asked.replica
         sampling = Sampling(max_tokens=request.max_tokens, seed=number, ignore_eos=True)
-        submit = Submit(rid=number, request_id=str(number), prompt=ids, sampling=sampling)
+        submit = Submit(rid=number, request_id=str(number), prompt=request.prompt.encode(), sampling=sampling)
         replica = self._replicas[chosen]
         if replica.running is None:
             replica.engine.submit(submit)
             self._begin_step(chosen, now)
         else:
             replica.arrived.append(submit)
+
+    def _drop(self, entry: Entry[Asked]) -> None:
+        self._dropped.append(self._waiting.pop(entry))
+        self._open -= 1
+
+    def _on_look(self, _: int, now: float) -> None:
+        """As `gateway.admission` does, but for what it hears in between: looks at the queue when something may have changed."""
+        assert self._gate is not None
+        self._look_planned = False
+        for entry, end in self._gate.release(now, self._draw.random, 16):
+            if isinstance(end, Dropped):
+                self._drop(entry)
+            else:
+                self._send(self._waiting.pop(entry), end, now)
+        self._plan_look(now)
+
+    def _plan_look(self, now: float) -> None:
+        if self._gate and not self._look_planned:
+            self._look_planned = True
+            self._plan(now + self._gate.next_in_s(), "look", 0)
 
     def _begin_step(self, number: int, now: float) -> None:
         replica = self._replicas[number]
@@ -164,18 +222,21 @@ class VirtualFleet:
         self._publish(number, report, now)
         for output in report.outputs:
             asked = self._asked[output.rid]
+            assert asked.reservation is not None
             if asked.first_at is None:
                 asked.first_at, asked.cached_tokens = now, output.cached_tokens
-                asked.router.answered(asked.reservation, now)
+                self._router.answered(asked.reservation, now)
             if output.finish_reason is not None:
-                asked.router.finish(asked.reservation, now, Outcome.OK, output.cached_tokens)
+                self._router.finish(asked.reservation, now, Outcome.OK, output.cached_tokens)
+                if self._gate is not None:
+                    self._gate.answered(asked.tenant, self._workload.requests[asked.number].max_tokens)
                 self._open -= 1
         self._begin_step(number, now)
 
     def _publish(self, number: int, report: StepReport, now: float) -> None:
         replica = self._replicas[number]
         for frame in self._decoder.feed(b"".join(replica.log.append(report, now))):
-            self._apply(number, frame, now)
+            self._router.apply(_name(number), frame, now)
         replica.loads.note(report)
         self._on_load(number, now, planned=False)
 
@@ -184,45 +245,34 @@ class VirtualFleet:
         if planned:
             replica.load_planned = False
         if now >= replica.loads.due_at():
-            self._apply(number, replica.loads.take(seq=replica.log.seq, now=now, ts=now), now)
+            self._router.apply(_name(number), replica.loads.take(seq=replica.log.seq, now=now, ts=now), now)
         if not replica.load_planned:
             replica.load_planned = True
             self._plan(max(replica.loads.due_at(), now + 0.01), "load", number)
 
-    def _apply(self, number: int, frame: Frame, now: float) -> None:
-        for router in self._routers:
-            router.apply(_name(number), frame, now)
-
-    def _tell_now(self, number: int, message: Message) -> None:
-        self._told[number].append(message)
-        self._flush(number, self._now)
-
-    def _on_bus(self, number: int, now: float) -> None:
-        self._flush(number, now)
-        self._plan(now + BUS_S, "bus", number)
-
-    def _flush(self, number: int, now: float) -> None:
-        """What a process has said since the last time reaches all others."""
-        messages, self._told[number][:] = list(self._told[number]), []
-        for other, router in enumerate(self._routers):
-            if other != number and isinstance(router, SharedRouter):
-                for message in messages:
-                    router.hear(number, message, now)
-
-    def _figures(self) -> Figures:
+    def figures(self, tenant: str | None = None) -> Figures:
+        """Of a tenant's requests, or of all, after `run`."""
         requests = self._workload.requests
-        counted = [asked for asked in self._asked.values() if not requests[asked.number].warm]
+        counted = [
+            asked
+            for asked in self._asked.values()
+            if not requests[asked.number].warm and tenant in (None, asked.tenant) and asked.first_at is not None
+        ]
         ideal = ideal_cached_tokens(requests)
         ttft_ms = sorted(1000 * (asked.first_at - asked.due_at) for asked in counted if asked.first_at is not None)
         computed = [0] * REPLICAS
         for asked in counted:
             computed[asked.replica] += requests[asked.number].prompt_tokens - asked.cached_tokens
         return Figures(
-            hit_of_ideal=sum(asked.cached_tokens for asked in counted) / sum(ideal[asked.number] for asked in counted),
+            hit_of_ideal=sum(asked.cached_tokens for asked in counted)
+            / max(sum(ideal[asked.number] for asked in counted), 1),
             ttft_p50=ttft_ms[len(ttft_ms) // 2],
             ttft_p90=ttft_ms[len(ttft_ms) * 9 // 10],
             ttft_mean=sum(ttft_ms) / len(ttft_ms),
             prefill_imbalance=max(computed) * REPLICAS / sum(computed),
+            last_first_s=max(asked.first_at for asked in counted if asked.first_at is not None),
+            dropped=sum(tenant in (None, asked.tenant) for asked in self._dropped),
+            most_queued=self._most_queued,
         )
 
 
@@ -249,18 +299,16 @@ def _hello(info: EngineInfo) -> Hello:
 @click.option("--load", default=1.0, show_default=True)
 @click.option("--policies", default="cost,sticky_until_saturated", show_default=True)
 @click.option("--seeds", default=1, show_default=True, help="How many seeds to run each with.")
-@click.option("--processes", default=1, show_default=True, help="Of the gateway.")
-@click.option("--gateways", default=1, show_default=True, help="That know nothing of each other.")
-@click.option("--limit", type=int, help="Only so many requests.")
+@click.option("--queue", is_flag=True, help="Each both with and without the queue before the fleet.")
+@click.option("--ahead-s", type=float, help="Of the queue; by default its own.")
 @click.option("--w-per-wait-s", type=float, help="Of the policy `cost`; by default the router's own.")
 def main(
     workload: str,
     load: float,
     policies: str,
     seeds: int,
-    processes: int,
-    gateways: int,
-    limit: int | None,
+    queue: bool,
+    ahead_s: float | None,
     w_per_wait_s: float | None,
 ) -> None:
     """Compare policies in virtual time. About 10 s a run."""
@@ -269,14 +317,16 @@ def main(
             options: dict[str, Any] = {"policy": policy}
             if w_per_wait_s is not None:
                 options["w_per_wait_s"] = w_per_wait_s
-            made = make_workload(workload, load=load, seed=seed, limit=limit)
-            found = VirtualFleet(
-                made, RoutingSettings(**options), seed=seed, processes=processes, gateways=gateways
-            ).run()
-            click.echo(
-                f"{workload} {load}x seed {seed} {policy:24} hit {found.hit_of_ideal:.3f}  TTFT p50 {found.ttft_p50:,.0f} "
-                f"p90 {found.ttft_p90:,.0f} mean {found.ttft_mean:,.0f} ms  imbalance {found.prefill_imbalance:.2f}"
-            )
+            made = make_workload(workload, load=load, seed=seed)
+            with_queue = GateSettings() if ahead_s is None else GateSettings(ahead_s=ahead_s)
+            for gate in (None, with_queue) if queue else (None,):
+                found = VirtualFleet(made, RoutingSettings(**options), seed=seed, queue=gate).run()
+                click.echo(
+                    f"{workload} {load}x seed {seed} {policy:24} {'queue' if gate is with_queue else '     '} "
+                    f"hit {found.hit_of_ideal:.3f}  TTFT p50 {found.ttft_p50:,.0f} p90 {found.ttft_p90:,.0f} mean "
+                    f"{found.ttft_mean:,.0f} ms  imbalance {found.prefill_imbalance:.2f}  last first token "
+                    f"{found.last_first_s:.1f} s  most queued {found.most_queued}  dropped {found.dropped}"
+                )
 
 
 if __name__ == "__main__":

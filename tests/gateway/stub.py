@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from gateway.app import Gateway, build_gateway
+from gateway.keys.opening import open_key_store
 from gateway.server.listener import Listener
 from gateway.settings import Settings
 from tests.serving import serving
@@ -214,9 +215,10 @@ async def gateway(state_dir: Path, *replicas: StubReplica, **settings: Any) -> A
         "log": {"access": "off"},
         **settings,
     }
-    built = build_gateway(Settings.model_validate(values))
-    _, key = built.keys.create("client", name="test", debug=True)
-    _, admin_key = built.keys.create("admin", name="test")
+    read = Settings.model_validate(values)
+    built = build_gateway(read, await open_key_store(read))
+    _, key = await built.keys.create("client", name="test", debug=True)
+    _, admin_key = await built.keys.create("admin", name="test")
     async with (
         built.background(),
         serving(built.public, http=Listener().protocol) as url,

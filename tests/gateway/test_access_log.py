@@ -51,7 +51,7 @@ def test_a_line_says_what_became_of_a_request(tmp_path: Path) -> None:
         decision=decision(matched=64),
         tries=2,
         duration_s=1.25,
-        queue_wait_s=0.125,
+        queued_s=0.125,
         first_byte_s=0.5,
         usage=usage(100, 7, 48),
         client_retries=1,

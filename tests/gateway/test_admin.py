@@ -15,16 +15,20 @@ from gateway.admin import rest
 from gateway.admin.addresses import Address, Resolve, resolve_host
 from gateway.admin.bodies import DecisionBody, decision_body
 from gateway.admin.context import AdminContext, Insight
+from gateway.admin.idempotency import Idempotency
 from gateway.admin.registry import Registry
 from gateway.admin.rest import Endpoint, Needs
 from gateway.admin.routes import ENDPOINTS, admin_app
 from gateway.api_error import ApiError
 from gateway.dispatch import Record
-from gateway.keys import KeyRecord, KeyStore
+from gateway.keys import GivenKey, KeyKind, KeyRecord, KeyStoreError
+from gateway.keys.file_storage import FileStorage
+from gateway.keys.opening import open_key_store
 from gateway.settings import Settings, load_settings
 from gateway.telemetry import Telemetry, render
 from router import Candidate, Decision, Outcome, Query, ReplicaView, Router, Trust
 from router.wire import Hello, Load, ReplicaSpec
+from tests.serving import eventually
 
 WALL_OFFSET = 1_800_000_000.0
 WORKER = {"url": "http://127.0.0.1:8101", "model": "m", "epoch": "e1", "credential": "s3cret"}
@@ -75,13 +79,13 @@ class Admin:
 class Explain:
     asked: list[tuple[bytes, str | None]] = field(default_factory=list)
 
-    async def __call__(self, body: bytes, group: str | None) -> Decision:
+    async def __call__(self, body: bytes, group: str | None) -> tuple[Decision, bool]:
         self.asked.append((body, group))
         if b"unknown" in body:
             raise ApiError(404, "model_not_found", "The model 'unknown' does not exist.", param="model")
         if b"bug" in body:
             raise RuntimeError("s3cret detail")
-        return a_decision()
+        return a_decision(), False
 
 
 def a_decision() -> Decision:
@@ -89,9 +93,9 @@ def a_decision() -> Decision:
     return Decision("w1", 32, 100, "longest_match", 2.0, "cost", (candidate,))
 
 
-def build(folder: Path, settings: Settings | None = None, resolve: Resolve = resolve_host) -> Admin:
+async def build(folder: Path, settings: Settings | None = None, resolve: Resolve = resolve_host) -> Admin:
     now = [100.0]
-    keys = KeyStore.open(folder, clock=lambda: now[0] + WALL_OFFSET)
+    keys = await open_key_store(Settings(state_dir=folder), clock=lambda: now[0] + WALL_OFFSET)
     router = Router()
     explain = Explain()
     records: list[Record] = []
@@ -121,13 +125,14 @@ def build(folder: Path, settings: Settings | None = None, resolve: Resolve = res
         wall_clock=lambda: now[0] + WALL_OFFSET,
         version="1.2.3",
     )
-    texts = {kind: keys.create(kind, name=kind)[1] for kind in ("client", "admin", "join")}
+    kinds: tuple[KeyKind, ...] = ("client", "admin", "join")
+    texts: dict[str, str] = {kind: (await keys.create(kind, name=kind))[1] for kind in kinds}
     return Admin(admin_app(context), context, texts, now, explain.asked, records, not_ready)
 
 
 @pytest.fixture
-def admin(tmp_path: Path) -> Admin:
-    return build(tmp_path)
+async def admin(tmp_path: Path) -> Admin:
+    return await build(tmp_path)
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -162,9 +167,9 @@ async def test_without_a_key_nothing_is_answered(admin: Admin, endpoint: Endpoin
 @keyed
 async def test_an_invented_expired_or_revoked_key_is_no_key(admin: Admin, endpoint: Endpoint[AdminContext]) -> None:
     keys = admin.context.keys
-    expired = keys.create("admin", name="old", expires=1.0)[1]
-    record, revoked = keys.create("admin", name="gone")
-    keys.revoke(record.id)
+    expired = (await keys.create("admin", name="old", expires=1.0))[1]
+    record, revoked = await keys.create("admin", name="gone")
+    await keys.revoke(record.id)
 
     for text in ("x", "null", "wpa-abcdefghij-" + "x" * 43, admin.keys["admin"][:-1], expired, revoked):
         answer = await admin.call(endpoint.method, path_of(endpoint), key=text, json={})
@@ -313,7 +318,7 @@ async def test_only_json_is_read(admin: Admin, kind: str) -> None:
     answer = await admin.call("POST", "/admin/v1/keys", content=b'{"name": "x"}', headers={"content-type": kind})
 
     assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_media_type")
-    assert len(admin.context.keys.records()) == 3
+    assert len(admin.context.keys.ring.records()) == 3
 
 
 async def test_a_body_without_an_announced_length_is_counted_while_it_comes(admin: Admin) -> None:
@@ -369,7 +374,7 @@ async def test_a_caller_who_leaves_while_sending_changes_nothing(admin: Admin) -
 
     await send_raw(admin.app, admin.keys["admin"], messages)
 
-    assert len(admin.context.keys.records()) == 3
+    assert len(admin.context.keys.ring.records()) == 3
 
 
 # --- replicas
@@ -527,7 +532,7 @@ async def test_what_was_checked_is_what_will_be_called(tmp_path: Path) -> None:
     async def resolve(host: str, port: int) -> Sequence[Address]:
         return await resolve_host("10.0.0.7", port)
 
-    admin = build(tmp_path, load_settings(flags={"registry": {"networks": ["10.0.0.0/8"]}}), resolve)
+    admin = await build(tmp_path, load_settings(flags={"registry": {"networks": ["10.0.0.0/8"]}}), resolve)
 
     await admin.register(url="http://rebinding.example:8100")
 
@@ -553,7 +558,7 @@ async def test_an_odd_registration_is_refused(admin: Admin, change: dict[str, An
 
 async def test_an_id_cannot_be_taken_over(admin: Admin) -> None:
     await admin.register()
-    admin.keys["other"] = admin.context.keys.create("join", name="other")[1]
+    admin.keys["other"] = (await admin.context.keys.create("join", name="other"))[1]
 
     taken = await admin.register(key="other")
     moved = await admin.register(url="http://127.0.0.1:8102", epoch="e2")
@@ -640,12 +645,12 @@ async def test_a_new_key_is_shown_once_and_works(admin: Admin) -> None:
     made = await admin.call(
         "POST",
         "/admin/v1/keys",
-        json={"name": "ci", "tenant": "blue", "debug": True, "expires_in_s": 60, "requests_per_minute": 5},
+        json={"name": "ci", "tenant": "blue", "debug": True, "expires_in_s": 60, "limits": {"requests_per_minute": 5}},
     )
     listed = await admin.call("GET", "/admin/v1/keys")
 
     text = made.json()["key"]
-    record = admin.context.keys.verify(f"Bearer {text}".encode(), "client")
+    record = admin.context.keys.ring.verify(f"Bearer {text}".encode(), "client", WALL_OFFSET + 100)
     assert made.status_code == 201
     assert made.headers["cache-control"] == "no-store"
     assert isinstance(record, KeyRecord)
@@ -658,8 +663,17 @@ async def test_a_new_key_is_shown_once_and_works(admin: Admin) -> None:
         "created": WALL_OFFSET + 100,
         "expires": WALL_OFFSET + 160,
         "debug": True,
-        "requests_per_minute": 5,
+        "scopes": [],
+        "models": [],
+        "limits": {
+            "requests_per_minute": 5,
+            "tokens_per_minute": None,
+            "parallel_requests": None,
+            "tokens_per_day": None,
+            "usd_per_day": None,
+        },
         "revoked": False,
+        "source": "api",
     }
     assert text not in listed.text
     assert record.digest not in listed.text
@@ -675,8 +689,145 @@ async def test_a_revoked_key_is_refused_at_once(admin: Admin) -> None:
     assert (await admin.call("DELETE", "/admin/v1/keys/nobody")).status_code == 404
 
 
+async def made_key(admin: Admin, **fields: Any) -> dict[str, Any]:
+    answer = await admin.call("POST", "/admin/v1/keys", json={"name": "ci"} | fields)
+    assert answer.status_code == 201, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+async def test_a_patched_key_is_changed_in_what_was_named(admin: Admin) -> None:
+    made = await made_key(admin, limits={"requests_per_minute": 5, "tokens_per_day": 9}, models=["a"], expires_in_s=60)
+    patch = {
+        "limits": {"tokens_per_day": None, "usd_per_day": 2},
+        "scopes": ["chat"],
+        "models": [],
+        "expires_in_s": None,
+    }
+
+    answer = await admin.call("PATCH", f"/admin/v1/keys/{made['id']}", json=patch)
+    shown = await admin.call("GET", f"/admin/v1/keys/{made['id']}")
+
+    limits = {"requests_per_minute": 5, "tokens_per_minute": None, "parallel_requests": None, "tokens_per_day": None}
+    assert answer.status_code == 200
+    assert answer.json() == shown.json()
+    assert shown.json() | {"created": 0} == {
+        **{name: value for name, value in made.items() if name != "key"},
+        "limits": {**limits, "usd_per_day": 2.0},
+        "scopes": ["chat"],
+        "models": [],
+        "expires": None,
+        "created": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"limits": {"requests_per_minute": 0}},
+        {"limits": {"requests_per_minute": True}},
+        {"limits": {"requests": 1}},
+        {"limits": None},
+        {"scopes": ["all"]},
+        {"name": "a b"},
+        {"tenant": "other"},
+        {"kind": "admin"},
+        {"expires_in_s": 0},
+        {"revoked": False},
+    ],
+)
+async def test_an_odd_patch_of_a_key_changes_nothing(admin: Admin, patch: dict[str, Any]) -> None:
+    made = await made_key(admin)
+
+    answer = await admin.call("PATCH", f"/admin/v1/keys/{made['id']}", json=patch)
+
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_value")
+    assert (await admin.call("GET", f"/admin/v1/keys/{made['id']}")).json() == {
+        name: value for name, value in made.items() if name != "key"
+    }
+
+
+async def test_a_rotated_key_has_a_successor_and_ends_after_the_overlap(admin: Admin) -> None:
+    made = await made_key(admin, kind="admin")
+
+    rotated = await admin.call("POST", f"/admin/v1/keys/{made['id']}/rotate", json={"overlap_s": 60})
+    again = await admin.call("POST", f"/admin/v1/keys/{made['id']}/rotate", json={})
+
+    new = rotated.json()
+    assert rotated.status_code == 201
+    assert (new["name"], new["kind"]) == ("ci", "admin")
+    assert new["id"] != made["id"]
+    assert (again.status_code, error_of(again)["code"]) == (409, "too_many_live_keys")
+    assert (await admin.call("GET", "/admin/v1/keys", key=made["key"])).status_code == 200
+    admin.now[0] += 60
+    assert (await admin.call("GET", "/admin/v1/keys", key=made["key"])).status_code == 401
+    assert (await admin.call("GET", "/admin/v1/keys", key=new["key"])).status_code == 200
+
+
+async def test_a_key_of_the_settings_is_shown_and_changed_there_only(admin: Admin) -> None:
+    admin.context.keys.give([GivenKey(kind="client", name="team", text="wp-team-" + "s" * 32)])
+
+    assert (await admin.call("GET", "/admin/v1/keys/team")).json()["source"] == "settings"
+    for method, path, body in (("DELETE", "", None), ("PATCH", "", {}), ("POST", "/rotate", {})):
+        answer = await admin.call(method, f"/admin/v1/keys/team{path}", json=body)
+        assert (answer.status_code, error_of(answer)["code"]) == (409, "key_from_settings")
+
+
+async def test_a_call_sent_again_makes_one_key(admin: Admin) -> None:
+    headers = {"idempotency-key": "once"}
+    body = {"name": "ci"}
+
+    first, at_once = await asyncio.gather(
+        *(admin.call("POST", "/admin/v1/keys", json=body, headers=headers) for _ in range(2))
+    )
+    later = await admin.call("POST", "/admin/v1/keys", json={"tenant": "default", "name": "ci"}, headers=headers)
+    other = await admin.call("POST", "/admin/v1/keys", json={"name": "cd"}, headers=headers)
+    second_admin = await made_key(admin, kind="admin")
+    theirs = await admin.call("POST", "/admin/v1/keys", key=second_admin["key"], json=body, headers=headers)
+
+    assert first.status_code == at_once.status_code == later.status_code == 201
+    assert first.json() == at_once.json() == later.json()
+    assert (other.status_code, error_of(other)["code"]) == (409, "idempotency_conflict")
+    assert theirs.json()["id"] != first.json()["id"]
+    for odd in ("", "a b", "x" * 256):
+        answer = await admin.call("POST", "/admin/v1/keys", json=body, headers={"idempotency-key": odd})
+        assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_value")
+
+
+async def test_a_call_that_failed_may_be_sent_again(admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {"idempotency-key": "once"}
+    with monkeypatch.context() as broken:
+
+        async def full(*_: object) -> bool:
+            raise KeyStoreError("the disk is full")
+
+        broken.setattr(FileStorage, "replace", full)
+        failed = await admin.call("POST", "/admin/v1/keys", json={"name": "ci"}, headers=headers)
+
+    again = await admin.call("POST", "/admin/v1/keys", json={"name": "ci"}, headers=headers)
+
+    assert (failed.status_code, failed.headers["x-should-retry"]) == (503, "false")
+    assert again.status_code == 201
+
+
+async def test_answers_to_repeated_calls_are_few_and_forgotten() -> None:
+    calls: Idempotency[int] = Idempotency(kept_s=0.05)
+    made = iter(range(10_000))
+
+    async def make() -> int:
+        return next(made)
+
+    answers = [await calls.once("me", b"%d" % number, b"", make) for number in range(200)]
+    kept = len(calls)
+    await eventually(lambda: len(calls) == 0)
+
+    assert answers == list(range(200))
+    assert kept <= 128
+    assert await calls.once("me", b"199", b"", make) == 200
+
+
 async def test_the_last_admin_key_cannot_lock_everybody_out(admin: Admin) -> None:
-    (mine,) = admin.context.keys.usable("admin")
+    (mine,) = admin.context.keys.ring.usable("admin", WALL_OFFSET + 100)
 
     answer = await admin.call("DELETE", f"/admin/v1/keys/{mine.id}")
 
@@ -693,8 +844,14 @@ async def test_the_last_admin_key_cannot_lock_everybody_out(admin: Admin) -> Non
         {"name": "x" * 64},
         {"tenant": "../x"},
         {"kind": "root"},
-        {"requests_per_minute": 0},
-        {"requests_per_minute": 1.5},
+        {"limits": {"requests_per_minute": 0}},
+        {"limits": {"requests_per_minute": 1.5}},
+        {"limits": {"requests": 1}},
+        {"scopes": ["everything"]},
+        {"models": ["a b"]},
+        {"models": ["a\n"]},
+        {"source": "settings"},
+        {"revoked": False},
         {"expires_in_s": -1},
         {"id": "mine"},
         {"digest": "00"},
@@ -704,7 +861,7 @@ async def test_an_odd_key_is_refused(admin: Admin, change: dict[str, Any]) -> No
     answer = await admin.call("POST", "/admin/v1/keys", json={"name": "x"} | change)
 
     assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_value")
-    assert len(admin.context.keys.records()) == 3
+    assert len(admin.context.keys.ring.records()) == 3
 
 
 async def test_keys_made_at_the_same_time_are_all_kept(admin: Admin) -> None:
@@ -712,17 +869,17 @@ async def test_keys_made_at_the_same_time_are_all_kept(admin: Admin) -> None:
         made = await asyncio.gather(*(client.post("/admin/v1/keys", json={"name": f"k{n}"}) for n in range(10)))
 
     assert {answer.status_code for answer in made} == {201}
-    assert len(admin.context.keys.records()) == 13
+    assert len(admin.context.keys.ring.records()) == 13
 
 
-async def test_a_full_disk_is_a_500_in_shape_and_makes_no_key(admin: Admin, tmp_path: Path) -> None:
+async def test_a_full_disk_is_a_503_in_shape_and_makes_no_key(admin: Admin, tmp_path: Path) -> None:
     (tmp_path / "keys.json").unlink()
     (tmp_path / "keys.json").mkdir()  # cannot be replaced by a file
 
     answer = await admin.call("POST", "/admin/v1/keys", json={"name": "x"})
 
-    assert (answer.status_code, error_of(answer)["code"]) == (500, "storage_failed")
-    assert len(admin.context.keys.records()) == 3
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "storage_unavailable")
+    assert len(admin.context.keys.ring.records()) == 3
 
 
 # --- how it decides, how it is
@@ -743,6 +900,7 @@ async def test_explain_shows_every_candidate_and_the_reason(admin: Admin) -> Non
         "policy": "cost",
         "w": 2.0,
         "reason": "longest_match",
+        "queued": False,
         "candidates": [
             {
                 "replica": "w1",
@@ -788,7 +946,7 @@ async def test_decisions_tell_how_recent_requests_were_routed(admin: Admin) -> N
 
 
 async def test_the_settings_in_force_are_shown_without_secrets(tmp_path: Path) -> None:
-    admin = build(
+    admin = await build(
         tmp_path,
         load_settings(flags={"admin": {"key": "s3cret"}, "replicas": [{"url": "http://h:1", "credential": "s3cret"}]}),
     )

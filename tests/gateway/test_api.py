@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from gateway.limits import Quota
 from tests.gateway.stub import (
     MODEL,
     STREAM_HEAD,
@@ -305,7 +306,7 @@ async def test_a_streamed_response_is_found_while_it_runs(tmp_path: Path) -> Non
 async def test_nobody_elses_response_exists(tmp_path: Path) -> None:
     async with stub(gives(RESPONSE)) as replica, gateway(tmp_path, replica) as running:
         await post(running, "/v1/responses", input="x")
-        _, running.key = running.gateway.keys.create("client", name="other", tenant="other")
+        _, running.key = await running.gateway.keys.create("client", name="other", tenant="other")
         theirs = await call(running, "GET", "/v1/responses/resp_1")
         made_up = await call(running, "GET", "/v1/responses/resp_2")
         strange = await call(running, "GET", "/v1/responses/resp%0A")
@@ -344,14 +345,14 @@ async def test_tokens_come_from_a_replica_where_its_tokenizer_is_not_here(tmp_pa
 
 async def test_a_key_with_a_limit_is_told_where_it_stands(tmp_path: Path) -> None:
     async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
-        _, running.key = running.gateway.keys.create("client", name="few", requests_per_minute=3)
+        _, running.key = await running.gateway.keys.create("client", name="few", limits=Quota(requests_per_minute=3))
         answers = [
             await running.chat(),
             await post(running, "/v1/chat/completions"),
             await running.chat("x", stream=True),
         ]
         answers += [await running.chat() for _ in range(3)]
-        _, running.key = running.gateway.keys.create("client", name="free")
+        _, running.key = await running.gateway.keys.create("client", name="free")
         free = await running.chat()
 
     assert [answer.status_code for answer in answers] == [200, 400, 502, 200, 200, 429]

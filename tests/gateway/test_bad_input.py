@@ -365,7 +365,7 @@ def test_a_prompt_that_is_none(system: System, name: str) -> None:
         ("/tokenize", fields(messages=...)),
         ("/tokenize", fields(prompt="x")),
         ("/tokenize", fields(messages=..., prompt=[1])),
-        ("/tokenize", fields(messages=..., prompt="x", return_token_strs=True)),
+        ("/tokenize", fields(messages=..., prompt="x", return_token_strs="yes")),
         ("/tokenize", messages({"role": "root", "content": "x"})),
         ("/detokenize", fields()),
         ("/detokenize", fields(tokens="x")),
@@ -405,9 +405,13 @@ def test_odd_text_is_text(system: System, text: str) -> None:
 def test_tokens_come_from_the_pools_own_tokenizer(system: System) -> None:
     text = system.post("/tokenize", with_model(fields(messages=..., prompt="hello you"), system.model)).json()
     chat = system.post("/tokenize", with_model(fields(), system.model)).json()
+    told = with_model(fields(messages=..., prompt="hello you", return_token_strs=True), system.model)
+    pieces = system.post("/tokenize", told).json()["token_strs"]
     back = system.post("/detokenize", with_model(fields(tokens=text["tokens"]), system.model)).json()
 
     assert text == {"count": 3, "max_model_len": 2048, "tokens": text["tokens"], "token_strs": None}
+    assert "".join(pieces) == "hello you"
+    assert len(pieces) == 3
     assert chat["count"] == len(chat["tokens"]) > 3
     assert back == {"prompt": "hello you"}
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.limits import Quota
 from router.prompt import TokenizerFiles
 from tests.gateway.stub import Running, gateway, response, says, stub, writes
 from tests.replicas import CREDENTIAL, running, simulated_engine
@@ -118,6 +119,8 @@ async def served(tmp_path: Path) -> list[str]:
             foreign.answer = writes(response(500, b"{}"))
             assert (await front.chat()).status_code == 502
             await _refused_by_a_limit(front, worker.model)
+            front.gateway.data.telemetry.limiter_failed("timeout")  # there is no Redis here that could
+            front.gateway.data.telemetry.queue_refused(worker.model, "full")
             texts = [(await front.admin.get("/metrics")).text]
             async with worker.client() as direct:
                 texts.append((await direct.get("/metrics")).text)
@@ -125,7 +128,7 @@ async def served(tmp_path: Path) -> list[str]:
 
 
 async def _refused_by_a_limit(front: Running, model: str) -> None:
-    _, key = front.gateway.keys.create("client", name="small", requests_per_minute=1)
+    _, key = await front.gateway.keys.create("client", name="small", limits=Quota(requests_per_minute=1))
     for _ in range(2):
         answer = await front.client.post(
             "/v1/chat/completions",

@@ -28,6 +28,7 @@ from tests.gateway.stub import (
 )
 from tests.serving import eventually
 
+NO_QUEUE = {"max_queued": 0}
 ANSWER = (event("Hel"), event("lo"), event("", "stop"), USAGE, DONE)
 
 
@@ -57,7 +58,7 @@ async def test_usage_is_asked_for_in_every_stream_and_stripped_for_those_who_did
 async def test_the_decision_is_shown_to_debug_keys_only(tmp_path: Path) -> None:
     async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
         shown = await running.chat()
-        _, running.key = running.gateway.keys.create("client", name="plain")
+        _, running.key = await running.gateway.keys.create("client", name="plain")
         hidden = await running.chat()
 
         assert 'replica="127-0-0-1-' in shown.headers["x-warmpath-decision"]
@@ -114,7 +115,7 @@ async def test_all_replicas_failing_is_a_502_without_their_text(tmp_path: Path) 
 
 async def test_who_has_tried_in_vain_asks_the_client_not_to(tmp_path: Path) -> None:
     """OpenAI's SDKs try three times by themselves, each of which would be two here."""
-    async with stub(writes(response(500, b"{}"))) as one, gateway(tmp_path, one) as running:
+    async with stub(writes(response(500, b"{}"))) as one, gateway(tmp_path, one, admission=NO_QUEUE) as running:
         failed = await running.chat()
         one.answer = writes(response(429, b"{}", "retry-after: 1"))
         busy = await running.chat()
@@ -165,7 +166,7 @@ async def test_a_request_that_two_replicas_did_not_survive_is_not_tried_again(tm
             replica.answer = says("hi")
         again = await running.chat("poison")
         other = await running.chat("harmless")
-        _, running.key = running.gateway.keys.create("client", name="other", tenant="other")
+        _, running.key = await running.gateway.keys.create("client", name="other", tenant="other")
         others = await running.chat("poison")
 
         assert (first.status_code, again.status_code) == (500, 422)
@@ -295,7 +296,7 @@ async def test_a_clients_mistake_passes_through_and_is_not_tried_again(tmp_path:
 
 async def test_busy_replicas_are_left_alone_and_all_busy_is_a_429(tmp_path: Path) -> None:
     busy = writes(response(503, b"{}", "retry-after: 7"))
-    async with stub(busy) as one, stub(busy) as two, gateway(tmp_path, one, two) as running:
+    async with stub(busy) as one, stub(busy) as two, gateway(tmp_path, one, two, admission=NO_QUEUE) as running:
         first = await running.chat()
         second = await running.chat()
 
@@ -308,7 +309,7 @@ async def test_busy_replicas_are_left_alone_and_all_busy_is_a_429(tmp_path: Path
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "", "Fri, 31 Dec 1999 23:59:59 GMT"])
 async def test_whatever_a_busy_replica_calls_a_time_the_client_is_told_one(tmp_path: Path, value: str) -> None:
     busy = writes(response(429, b"{}", f"retry-after: {value}"))
-    async with stub(busy) as replica, gateway(tmp_path, replica) as running:
+    async with stub(busy) as replica, gateway(tmp_path, replica, admission=NO_QUEUE) as running:
         answer = await running.chat()
 
         assert answer.status_code == 429

@@ -320,6 +320,42 @@ async def test_the_ninth_request_that_waits_for_another_is_too_many() -> None:
     assert b"too_many_pipelined" in answers
 
 
+async def test_a_long_body_behind_a_running_request_waits_in_the_socket() -> None:
+    body = bytes(32 << 20)
+    post = b"POST /ok HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with listening() as server, server.connected() as (_, writer):
+        writer.write(GET.replace(b"/ok", b"/slow") + post + body)
+        await eventually(lambda: server.app.paths == ["/slow"])
+        (connection,) = server.listener._open
+        await eventually(lambda: connection._read_paused)
+        unsent = len(body)
+        while writer.transport.get_write_buffer_size() < unsent:  # until nothing moves any more
+            unsent = writer.transport.get_write_buffer_size()
+            await asyncio.sleep(0.05)
+
+        assert connection._pipelined[0].waiting_bytes < 1 << 20
+        assert unsent > len(body) // 2
+
+        server.app.go.set()
+        await eventually(lambda: len(server.app.bodies) == 1)
+
+    assert server.app.bodies == [body]
+
+
+async def test_while_it_drains_every_answer_closes_its_connection() -> None:
+    async with listening() as server, server.connected() as (reader, writer):
+        writer.write(GET.replace(b"/ok", b"/slow") + GET)
+        await eventually(lambda: server.app.paths == ["/slow"])
+        server.listener.drain()
+        server.app.go.set()
+        running = await _all(reader)
+        new = await server.say(GET)
+
+    assert running.count(b"HTTP/1.1 200") == 2, "what was here is answered"
+    assert running.count(b"connection: close") == 1
+    assert new.count(b"connection: close") == 1
+
+
 async def test_a_broken_request_behind_a_running_one_lets_that_one_finish() -> None:
     async with listening() as server, server.connected() as (reader, writer):
         writer.write(GET.replace(b"/ok", b"/slow"))

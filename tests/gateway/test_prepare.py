@@ -181,3 +181,24 @@ async def test_without_a_tokenizer_a_talk_continues_the_names_of_its_past(execut
     assert before.ids is None
     assert len(before.names) > 2
     assert after.names[: len(before.names)] == before.names
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompts", "total_tokens"),
+    [
+        ("x" * 40, 1, 10),
+        ([1, 2, 3], 1, 3),
+        (["x" * 40, "x" * 80], 2, 30),
+        (["", "x" * 80, "x" * 4], 3, 21),
+        ([[1, 2], [3, 4, 5]], 2, 5),
+    ],
+)
+async def test_all_prompts_of_a_body_are_counted_for_its_limits(
+    executor: ThreadPoolExecutor, prompt: Any, num_prompts: int, total_tokens: int
+) -> None:
+    wanted = request("/v1/completions", prompt=prompt)
+
+    prepared = await prepare(executor, wanted, TOKENS)
+
+    assert (prepared.num_prompts, prepared.total_tokens) == (num_prompts, total_tokens)
+    assert (await prepare(executor, wanted, TEXT)).num_prompts == num_prompts

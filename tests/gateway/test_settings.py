@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from gateway.admin.addresses import PortRange
-from gateway.settings import Settings, SettingsError, load_settings, redacted
+from gateway.settings import Settings, SettingsError, TracingSettings, load_settings, redacted
 from router import RoutingSettings
 from router.wire import ReplicaSpec
 
@@ -15,7 +15,7 @@ from router.wire import ReplicaSpec
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.upper().startswith("WARMPATH_"):
+        if name.upper().startswith(("WARMPATH_", "OTEL_")):
             monkeypatch.delenv(name)
 
 
@@ -265,3 +265,157 @@ def test_special_tokens_in_messages_are_a_matter_of_all_models_or_of_one(tmp_pat
     assert not Settings().prompts.escapes("any")
     with pytest.raises(SettingsError, match=r"prompts\.models\.m"):
         load_settings(flags={"prompts": {"models": {"m": "maybe"}}})
+
+
+# --- secrets in files, keys in the settings
+
+
+def test_a_secret_may_stand_in_a_file_that_the_file_or_a_variable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {
+        "admin": "wpa-a-b\n",
+        "pepper": "ab" * 32 + "\r\n",
+        "key": "wp-ID-SECRET",
+        "url": "redis://:s@h",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("WARMPATH_ADMIN__KEY_FILE", str(tmp_path / "admin"))
+    monkeypatch.setenv("WARMPATH_KEYS__PEPPER_FILE", str(tmp_path / "pepper"))
+    monkeypatch.setenv("WARMPATH_REDIS__URL_FILE", str(tmp_path / "url"))
+    file = write(
+        tmp_path,
+        f"keys: {{static: [{{name: ci, key_file: {tmp_path}/key}}]}}\n"
+        f"replicas: [{{url: 'http://h:8000', credential_file: {tmp_path}/key}}]\n",
+    )
+
+    settings = load_settings(file)
+
+    secrets = (
+        settings.admin.key,
+        settings.keys.pepper,
+        settings.redis.url,
+        settings.keys.static[0].key,
+        settings.replicas[0].credential,
+    )
+    assert [secret and secret.get_secret_value() for secret in secrets] == [
+        "wpa-a-b",
+        "ab" * 32,
+        "redis://:s@h",
+        "wp-ID-SECRET",
+        "wp-ID-SECRET",
+    ]
+
+
+def test_a_secret_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfes3cret")
+
+    found = faults(
+        flags={
+            "admin": {"key_file": str(tmp_path / "none"), "join_token_file": str(tmp_path / "binary")},
+            "keys": {"static": [{"name": "ci", "key": "wp-a-b", "key_file": "x"}], "pepper_file": 5},
+        }
+    )
+
+    assert "admin.key_file: No such file or directory" in found
+    assert "admin.join_token_file: no text" in found
+    assert "keys.static.0.key_file: key is given too" in found
+    assert any(fault.startswith("keys.pepper_file: ") for fault in found)
+    assert not any("s3cret" in fault for fault in found)
+
+
+def test_a_key_in_the_settings_says_what_it_may(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "keys:\n  static:\n"
+        "  - {name: ci, tenant: search, key: wp-team-ssssssssssssssss, models: ['qwen*'], scopes: [chat],\n"
+        "     limits: {requests_per_minute: 5}, expires: 2027-01-31T12:00:00Z}\n"
+        f"  - {{name: other, id: team2, digest: {'0a' * 32}}}\n",
+    )
+
+    first, second = (key.given for key in load_settings(file).keys.static)
+
+    assert first is not None
+    assert second is not None
+    assert (first.tenant, first.models, first.scopes) == ("search", ("qwen*",), ("chat",))
+    assert (first.limits.requests_per_minute, first.expires) == (5, 1801396800.0)
+    assert (second.id, second.digest, second.text) == ("team2", "0a" * 32, None)
+    assert "ssss" not in repr(first)
+    again = load_settings(write(tmp_path, redacted(load_settings(file))))
+    assert [key.given for key in again.keys.static] == [None, second]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {},
+        {"name": "ci"},
+        {"name": "c i", "key": "wp-a-b"},
+        {"name": "ci", "key": "wp-a-b", "id": "team", "digest": "0a" * 32},
+        {"name": "ci", "id": "team"},
+        {"name": "ci", "id": "team", "digest": "xx"},
+        {"name": "ci", "key": "wp-a-b", "scopes": ["everything"]},
+        {"name": "ci", "key": "wp-a-b", "models": [" "]},
+        {"name": "ci", "key": "wp-a-b", "expires": "2027-01-31T12:00:00"},
+        {"name": "ci", "key": "wp-a-b", "kind": "admin"},
+    ],
+)
+def test_an_odd_key_in_the_settings_is_refused(key: dict[str, Any]) -> None:
+    assert all(fault.startswith("keys.static.0") for fault in faults(flags={"keys": {"static": [key]}}))
+
+
+@pytest.mark.parametrize("pepper", ["", "ab", "zz" * 32, "ab" * 31])
+def test_a_pepper_that_is_too_short_is_refused_without_repeating_it(pepper: str) -> None:
+    (fault,) = faults(flags={"keys": {"pepper": pepper}})
+
+    assert "openssl rand -hex 32" in fault
+    assert not pepper or pepper not in fault
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, TracingSettings()),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, TracingSettings(exporter="otlp")),
+        ({"OTEL_SERVICE_NAME": "edge"}, TracingSettings(service_name="edge")),
+        ({"OTEL_TRACES_SAMPLER": "always_on"}, TracingSettings(sample_ratio=1, follow_caller=False)),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, TracingSettings(sample_ratio=0)),
+        (
+            {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.25"},
+            TracingSettings(sample_ratio=0.25),
+        ),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "WARMPATH_TRACING__EXPORTER": "none"}, TracingSettings()),
+    ],
+)
+def test_the_standard_variables_of_traces_are_read(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: TracingSettings
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert load_settings().tracing == expected
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OTEL_TRACES_EXPORTER": "zipkin"},
+        {"OTEL_TRACES_SAMPLER": "jaeger_remote"},
+        {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "many"},
+    ],
+)
+def test_a_standard_variable_that_means_nothing_here_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(SettingsError, match=r"(?i)tracing|otel"):
+        load_settings()
+
+
+def test_where_spans_go_is_a_url_without_a_password() -> None:
+    for wrong in ("collector:4318", "http://user:secret@host:4318", "ftp://host"):
+        with pytest.raises(ValueError, match="write http://host:port/path") as refused:
+            TracingSettings(endpoint=wrong)
+        assert "secret" not in str(refused.value)

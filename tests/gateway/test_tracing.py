@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given
@@ -16,7 +17,20 @@ from hypothesis import strategies as st
 from gateway.tracing import Tracer
 from router.prompt import TokenizerFiles
 from router.trace_context import TraceContext, parse_traceparent
-from tests.gateway.stub import DONE, MODEL, USAGE, StubReplica, event, gateway, response, says, streams, stub, writes
+from tests.gateway.stub import (
+    DONE,
+    MODEL,
+    USAGE,
+    StubReplica,
+    event,
+    gateway,
+    hangs,
+    response,
+    says,
+    streams,
+    stub,
+    writes,
+)
 from tests.otlp import Collector, Span, collecting
 from tests.replicas import CREDENTIAL, running, simulated_engine
 from workers.tracing import otlp_tracer
@@ -316,6 +330,23 @@ async def test_a_collector_that_is_not_there_costs_no_request(tmp_path: Path) ->
 
     assert answers == [200] * 3
     assert time.monotonic() - began < 8, "its end is bounded"
+
+
+async def test_a_client_that_leaves_ends_its_spans(tmp_path: Path) -> None:
+    async with stub(hangs) as replica, collecting_gateway(tmp_path, replica) as (collector, running_gateway):
+        with pytest.raises(httpx.ReadTimeout):
+            await running_gateway.client.post(
+                "/v1/chat/completions",
+                json={"model": MODEL, "messages": [{"role": "user", "content": "x"}]},
+                headers=running_gateway.auth,
+                timeout=0.2,
+            )
+        await replica.seen[0].gone.wait()
+
+    tried, server = collector.named(f"chat {MODEL}"), collector.named("POST /v1/chat/completions")
+    assert (tried.attributes["error.type"], tried.attributes["warmpath.outcome"]) == ("client_gone", "cancelled")
+    assert server.attributes["http.response.status_code"] == 499
+    assert server.begin_ns <= tried.begin_ns <= tried.end_ns <= server.end_ns
 
 
 def test_without_traces_the_sdk_is_not_imported() -> None:

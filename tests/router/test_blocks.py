@@ -3,7 +3,18 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.blocks import BLOCK_SIZE, CHUNK_BYTES, block_names, chunk_names, matchable_blocks, root_name
+from router.blocks import (
+    BLOCK_SIZE,
+    CHUNK_BYTES,
+    CHUNK_ENDS,
+    CHUNK_SHARE,
+    block_names,
+    chunk_names,
+    chunk_size,
+    matchable_blocks,
+    matchable_chunks,
+    root_name,
+)
 from router.wire import pack_ids
 
 ROOT = root_name(model="m")
@@ -24,7 +35,7 @@ def test_names_never_change_between_versions() -> None:
 
     assert root == 17912107341546888929
     assert block_names(pack_ids(range(16)), root) == [10204779740946124468]
-    assert chunk_names(b"x" * 256, root) == [4998056638404392754]
+    assert chunk_names(b"x" * 256, root) == [4998056638404392754 >> 5]
 
 
 @given(token_ids, st.integers(1, 40))
@@ -63,12 +74,29 @@ def test_every_field_of_the_root_counts_and_none_passes_for_another() -> None:
     assert len(roots) == 8
 
 
-@given(st.binary(max_size=1000), st.binary(max_size=1000))
-def test_a_longer_text_starts_with_the_names_of_the_shorter(text: bytes, more: bytes) -> None:
-    names = chunk_names(text, ROOT)
+@given(st.binary(min_size=1, max_size=100), st.integers(0, 100_000), st.integers(0, 100_000))
+def test_a_longer_text_starts_with_the_names_of_the_shorter(seed: bytes, size: int, more: int) -> None:
+    text = (seed * (200_000 // len(seed) + 1))[: size + more]
+    names = chunk_names(text[:size], ROOT)
 
-    assert len(names) == len(text) // CHUNK_BYTES
-    assert chunk_names(text + more, ROOT)[: len(names)] == names
+    assert chunk_names(text, ROOT)[: len(names)] == names
+
+
+@given(st.integers(0, 1_000_000))
+def test_chunks_fill_a_text_but_for_a_sixteenth(size: int) -> None:
+    names = chunk_names(bytes(size), ROOT)
+
+    covered = sum(map(chunk_size, names)) * CHUNK_BYTES
+    assert covered == (CHUNK_ENDS[len(names) - 1] if names else 0)
+    assert 0 <= size - covered < max(CHUNK_BYTES, covered * CHUNK_SHARE + 1)
+    assert len(chunk_names(bytes(8192), ROOT)) == 8192 // CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks"), [(0, 0), (256, 0), (257, 1), (8192, 31), (8193, 32), (8704, 32), (8705, 33)]
+)
+def test_the_chunk_with_the_last_byte_cannot_be_served_from_a_cache(size: int, chunks: int) -> None:
+    assert matchable_chunks(size) == chunks
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import Outcome, Query, Reservation, RoutingSettings, chunk_names
+from router.blocks import chunk_size
 from router.learning import MAX_TOK_S, MIN_TOK_S, CacheSize, Density, Pace
 from tests.router.fleets import ROOT, decide, foreign_fleet, view
 
@@ -164,8 +165,9 @@ def test_answers_absurd_missing_and_out_of_order_break_nothing(story, order) -> 
         for candidate in decision.candidates:
             assert 0 <= candidate.matched_tokens <= decision.prompt_tokens
             assert 0 < candidate.cost_s < math.inf
-        held = sum(each.expected_blocks for each in router.replicas())
-        assert router._room.used == held <= 200
+        held = [name for replica in router._replicas.values() for name in replica.holding._expected]
+        assert router._room.used == len(held) <= 200
+        assert sum(each.expected_blocks for each in router.replicas()) == sum(map(chunk_size, held))
     for reservation, (cached, prompt, outcome) in open_:
         router.finish(reservation, now, outcome, cached, prompt)
 

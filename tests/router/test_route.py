@@ -19,10 +19,12 @@ from router import (
     Trust,
     UnknownReplica,
     Unroutable,
+    chunk_names,
 )
 from tests.router.fleets import (
     MODEL,
     RATE,
+    ROOT,
     batch,
     decide,
     draws,
@@ -300,11 +302,15 @@ def test_an_event_confirms_blocks_just_sent() -> None:
     assert (view(router).confirmed_blocks, view(router).expected_blocks) == (10, 0)
 
 
+def text_query(text: bytes) -> Query:
+    return Query(MODEL, chunk_names(text, ROOT), num_tokens=len(text) // 4, num_bytes=len(text))
+
+
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.BUSY, Outcome.CLIENT_ERROR, Outcome.CANCELLED])
 def test_a_prompt_that_was_not_computed_leaves_no_blocks_behind(outcome: Outcome) -> None:
     router = foreign_fleet(1)
-    lost = send(router, query(tokens(1, 640)), request_id="lost")
-    kept = query(tokens(1, 320) + tokens(2, 320))
+    lost = send(router, text_query(b"a" * 2560), request_id="lost")
+    kept = text_query(b"a" * 1280 + b"b" * 1280)
     send(router, kept, request_id="kept")
 
     router.finish(lost, 0.0, outcome, None)

@@ -160,7 +160,7 @@ def test_no_replica_is_a_503_with_a_time_to_come_back(up: Up) -> None:
 
 
 def test_a_key_over_its_limit_is_a_429_with_a_time_to_come_back(up: Up) -> None:
-    made = up.admin("POST", "/keys", json={"name": "slow", "requests_per_minute": 2}).json()
+    made = up.admin("POST", "/keys", json={"name": "slow", "limits": {"requests_per_minute": 2}}).json()
     with openai.OpenAI(base_url=up.base_url, api_key=made["key"], max_retries=0) as client:
         for _ in range(2):
             client.completions.create(model=up.model, prompt="x", max_tokens=1)

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from gateway.app import build_gateway
+from gateway.keys.opening import open_key_store
 from gateway.settings import Settings
 from tests.serving import serving
 
@@ -106,10 +107,12 @@ async def system(folder: Path, urls: list[str], *, silence_s: float = 10.0) -> A
         for number, url in enumerate(urls)
     ]
     stream = {"first_byte_s": silence_s, "idle_s": silence_s}
-    values = {"state_dir": folder, "replicas": replicas, "stream": stream}
-    gateway = build_gateway(Settings.model_validate(values))
-    _, admin_key = gateway.keys.create("admin", name="test")
-    _, key = gateway.keys.create("client", name="test", debug=True)
+    # Without a queue: what is shown is what comes of the faults, not when a busy replica is free again.
+    values = {"state_dir": folder, "replicas": replicas, "stream": stream, "admission": {"max_queued": 0}}
+    settings = Settings.model_validate(values)
+    gateway = build_gateway(settings, await open_key_store(settings))
+    _, admin_key = await gateway.keys.create("admin", name="test")
+    _, key = await gateway.keys.create("client", name="test", debug=True)
     async with (
         gateway.background(),
         serving(gateway.public) as url,

@@ -36,9 +36,9 @@ def process(*args: str, folder: Path, **env: str) -> Iterator[subprocess.Popen[s
 
 
 @contextlib.contextmanager
-def worker(folder: Path, *args: str) -> Iterator[str]:
+def worker(folder: Path, *args: str, **env: str) -> Iterator[str]:
     """A simulated replica on its own; its URL."""
-    with process(sys.executable, "-m", "workers", "simulated", *args, folder=folder) as running:
+    with process(sys.executable, "-m", "workers", "simulated", *args, folder=folder, **env) as running:
         assert running.stdout is not None
         for line in running.stdout:
             if found := re.match(r"listening on (\S+)", line):

@@ -118,7 +118,7 @@ async def leaves_within_its_body(running: Running, replica: StubReplica, body: b
 
 
 async def meets_a_bug(running: Running, replica: StubReplica, body: bytes) -> int:
-    dispatcher = running.gateway.public._dispatcher  # type: ignore[attr-defined]
+    dispatcher: Any = running.gateway.public._dispatcher
     dispatcher._router, router = None, dispatcher._router
     try:
         return await calls(running, body)
@@ -182,7 +182,7 @@ def used_by(running: Running, subject: str) -> tuple[int, ...]:
 async def test_what_each_ending_is_charged_for(tmp_path: Path, ending: str) -> None:
     case = CASES[ending]
     async with stub(says("hi")) as replica, gateway(tmp_path, replica, **SETTINGS) as running:
-        key, running.key = running.gateway.keys.create("client", name="ending", tenant="blue", debug=True)
+        key, running.key = await running.gateway.keys.create("client", name="ending", tenant="blue", debug=True)
         prompt_tokens = prompt_tokens_of(await running.chat())
         body = case.body[:-1] + b',"stream":true}' if case.stream else case.body
         replica.answer = case.answer
@@ -190,7 +190,7 @@ async def test_what_each_ending_is_charged_for(tmp_path: Path, ending: str) -> N
         status = await (case.client(running, replica, body) if case.client is not None else calls(running, body))
 
         async with asyncio.timeout(10):
-            while running.gateway.public.in_flight:  # type: ignore[attr-defined]  # noqa: ASYNC110
+            while running.gateway.public.in_flight:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert status == case.status
         charged = case.charged

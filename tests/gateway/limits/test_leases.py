@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -321,14 +322,9 @@ async def play(script: list[tuple[str, Any, Any]]) -> None:
         for choice in CHOICES:
             assert fleet.used(choice[0]) <= choice[0].most
 
-    for link in fleet.links:
-        link.failure = None
     for reservation in running:
         reservation.end(ANSWERED)
-    await fleet.wait(20.0)
-
-    held = {counted.counter: fleet.used(counted) for choice in CHOICES for counted in choice}
-    assert {name: amount for name, amount in held.items() if amount and name.endswith("parallel")} == {}
+    await end(fleet)
 
 
 async def do(fleet: Fleet, running: list[Reservation], what: str, number: int, how: Any) -> None:
@@ -345,3 +341,59 @@ async def do(fleet: Fleet, running: list[Reservation], what: str, number: int, h
         fleet.links[number].fails_after_it_did = how
     elif what == "find":
         fleet.links[number].failure = None
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_however_trips_overlap_and_clients_leave_nothing_is_exceeded_or_lost(seed: int) -> None:
+    asyncio.run(play_at_once(random.Random(seed)))
+
+
+async def play_at_once(draw: random.Random) -> None:
+    fleet = Fleet(2)
+    clients: list[asyncio.Task[None]] = []
+
+    async def turns(most: int) -> None:
+        for _ in range(draw.randrange(most)):
+            await asyncio.sleep(0)
+
+    async def client() -> None:
+        verdict = await fleet.take(draw.randrange(2), draw.choice(CHOICES))
+        if isinstance(verdict, Reservation):
+            try:
+                await turns(6)
+            finally:
+                verdict.end(draw.choice([ANSWERED, (1, 0, 0, 0, 0), (0, 0, 0, 0, 0)]))
+
+    for link in fleet.links:
+        link.gate = lambda: turns(4)
+    for _ in range(200):
+        clients.append(asyncio.ensure_future(client()))
+        await disturb(fleet, clients, draw)
+        await asyncio.sleep(0)
+        used = {counted: fleet.used(counted) for choice in CHOICES for counted in choice}
+        assert {counted: amount for counted, amount in used.items() if amount > counted.most} == {}
+    await asyncio.gather(*clients, return_exceptions=True)
+
+    await end(fleet)
+
+
+async def disturb(fleet: Fleet, clients: list[asyncio.Task[None]], draw: random.Random) -> None:
+    if draw.random() < 0.2:
+        draw.choice(clients).cancel()
+    if draw.random() < 0.1:
+        await fleet.wait(0.25)
+    if draw.random() < 0.02:
+        link = draw.choice(fleet.links)
+        link.failure = LedgerUnavailable("timeout") if link.failure is None else None
+        link.fails_after_it_did = draw.random() < 0.5
+
+
+async def end(fleet: Fleet) -> None:
+    """Once every request has ended and every ledger is back, nothing is held."""
+    for link in fleet.links:
+        link.failure = None
+    await fleet.wait(20.0)
+
+    held = {counted.counter: fleet.used(counted) for choice in CHOICES for counted in choice}
+    assert {name: amount for name, amount in held.items() if amount and name.endswith("parallel")} == {}
