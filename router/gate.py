@@ -18,8 +18,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
+
+import msgspec
 
 from router.fair_queue import Entry, FairQueue, Priority
 from router.fleet import Reservation
@@ -174,7 +176,7 @@ class Gate:
         ]
         placed = 0
         while placed < at_most and (entry := self._queue.head()) is not None:
-            query = replace(entry.item.query, backlog_tokens=self._queue.work - entry.work)
+            query = msgspec.structs.replace(entry.item.query, backlog_tokens=self._queue.work - entry.work)
             found = self._try_place(entry.item._replace(query=query), self._settings.ahead_s, now, draw())
             if found is None:
                 break
