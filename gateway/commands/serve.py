@@ -8,8 +8,9 @@ from typing import Any
 import click
 import uvloop
 
-from gateway.app import run
+from gateway.app import run_gateway
 from gateway.keys import KeyStoreError
+from gateway.processes.supervising import run_supervisor
 from gateway.serving import configure_logging
 from gateway.settings import SettingsError, load_settings, redacted
 
@@ -58,7 +59,7 @@ def serve(config: Path | None, log_level: str, print_config: bool, **flags: Any)
         return
     configure_logging(log_level, settings.log.format)
     try:
-        uvloop.run(run(settings, log_level))
+        uvloop.run(run_gateway(settings) if settings.server.processes == 1 else run_supervisor(settings, log_level))
     except (OSError, KeyStoreError) as error:
         raise click.ClickException(f"cannot start: {error}") from error
 

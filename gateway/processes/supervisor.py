@@ -315,6 +315,8 @@ class Supervisor:
         """Why clients should wait; None when every process that takes connections can answer."""
         if self._stopping.is_set():
             return "The gateway is stopping."
+        if self._stopping.is_set():
+            return "The gateway stops."
         serving = [child for child in self._serving if child.serves]
         self._was_whole |= len(serving) == self._count
         if not serving or not self._was_whole:
