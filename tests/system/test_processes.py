@@ -220,6 +220,15 @@ async def test_metrics_and_decisions_are_those_of_all_processes(served: Served) 
     assert len(helps) == len(set(helps)), "each metric is there once"
 
 
+async def test_a_limit_holds_over_all_processes(served: Served) -> None:
+    made = await asyncio.to_thread(lambda: served.new_key(limits={"requests_per_minute": 30}))
+
+    async with served.client(made["key"]) as client:
+        answers = await asyncio.gather(*(complete(client, f"limit {number}") for number in range(60)))
+
+    assert Counter(answer.status_code for answer in answers) == {200: 30, 429: 30}
+
+
 async def test_what_an_operator_changes_holds_in_every_process_at_once(served: Served) -> None:
     with served.admin as admin:
         for replica in ("r-0", "r-1"):
