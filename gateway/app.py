@@ -31,11 +31,14 @@ from starlette.types import ASGIApp
 
 from gateway.access_log import AccessLog, open_access_log
 from gateway.admin.addresses import resolve_host
-from gateway.admin.bodies import DecisionBody, decision_body
+from gateway.admin.bodies import DecisionBody, RequestRates, decision_body
 from gateway.admin.context import AdminContext, Insight
+from gateway.admin.live import Live, RateMeter
 from gateway.admin.registry import Registry
+from gateway.admin.replicas import replica_bodies
 from gateway.admin.routes import admin_app
 from gateway.admission import Admission
+from gateway.aliases import Aliases
 from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
@@ -50,6 +53,7 @@ from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app
 from gateway.queue_gauges import queue_gauges
+from gateway.reloading import Reloader, SettingsSource
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.serving import listening, make_server, spare_collections
@@ -58,11 +62,12 @@ from gateway.shutdown import ClientServer
 from gateway.telemetry import Telemetry, render
 from gateway.tokenizing import Tokenizing
 from gateway.tracing import SpanExport, Tracer
-from gateway.upstream.contract import Timeouts, Upstream
+from gateway.upstream.contract import Upstream
 from gateway.upstream.http1 import Http1Upstream
 from gateway.upstream.httpx_upstream import HttpxUpstream
 from gateway.watch import Watcher
 from router import Decision, ReplicaView, Router, Unroutable
+from router.wire import ReplicaSpec
 
 __all__ = [
     "ControlPlane",
@@ -97,7 +102,15 @@ class Knowledge:
     prompters: Prompters
     cards: ModelCards
     preparer: Preparer
+    aliases: Aliases
     executor: ThreadPoolExecutor
+
+    def apply(self, settings: Settings) -> None:
+        """Go by these from now on, and keep all that is known."""
+        self.router.configure(settings.routing.router_settings)
+        self.watcher.configure(settings.probes.rules)
+        self.preparer.configure(settings.prompts.escapes)
+        self.aliases.configure(settings.aliases)
 
     async def aclose(self) -> None:
         await self.watcher.aclose()
@@ -110,12 +123,23 @@ class DataPlane:
     """What clients speak to, and what became of their requests."""
 
     public: HotPath
+    dispatcher: Dispatcher
     admission: Admission
     limiter: Limiter
     telemetry: Telemetry
     tracer: Tracer
     access_log: AccessLog | None
     decisions: deque[Record]
+    rates: RateMeter
+
+    def apply(self, settings: Settings) -> None:
+        """For requests from now on."""
+        self.public.set_rules(
+            limit_rules(settings), {name: tenant.standing for name, tenant in settings.tenants.items()}
+        )
+        self.dispatcher.configure(
+            settings.stream.timeouts, commit_after_s=settings.stream.commit_after_s, ping_s=settings.stream.ping_s
+        )
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
@@ -141,22 +165,25 @@ class DataPlane:
 
 @dataclass(frozen=True, slots=True)
 class ControlPlane:
-    """Who may, and which replicas there are."""
+    """Who may, which replicas there are, and by what settings."""
 
     registry: Registry
     admin: ASGIApp
+    reloader: Reloader
+    live: Live
 
     @contextlib.asynccontextmanager
-    async def background(self, settings: Settings) -> AsyncIterator[None]:
-        """Watches the settings' replicas and ends leases while the block runs."""
-        for replica in settings.replicas:
-            self.registry.add_static(replica.replica_id, replica.spec, time.monotonic())
-        expiring = asyncio.create_task(self._expire_leases())
+    async def background(self) -> AsyncIterator[None]:
+        """Watches the settings and their replicas, and ends leases, while the block runs."""
+        self.registry.set_static(_static(self.reloader.settings), time.monotonic())
+        tasks = [asyncio.create_task(self._expire_leases()), asyncio.create_task(self.reloader.run())]
         try:
             yield
         finally:
-            expiring.cancel()
-            await asyncio.gather(expiring, return_exceptions=True)
+            self.live.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _expire_leases(self) -> None:
         while True:
@@ -168,7 +195,6 @@ class ControlPlane:
 class Gateway:
     """A whole gateway in one process: two apps, and what runs beside them (`Gateway.background`)."""
 
-    settings: Settings
     keys: KeyStore
     knowledge: Knowledge
     data: DataPlane
@@ -192,19 +218,27 @@ class Gateway:
     def registry(self) -> Registry:
         return self.control.registry
 
+    @property
+    def reloader(self) -> Reloader:
+        return self.control.reloader
+
+    @property
+    def live(self) -> Live:
+        return self.control.live
+
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
         """Watches replicas and ends leases while the block runs."""
         try:
-            async with self.data.background(), self.control.background(self.settings), self.keys.following():
+            async with self.data.background(), self.control.background(), self.keys.following():
                 yield
         finally:
             await self.knowledge.aclose()
             await self.keys.aclose()
 
 
-def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
-    """`Gateway.background` closes `keys`."""
+def build_gateway(settings: Settings, keys: KeyStore, source: SettingsSource | None = None) -> Gateway:
+    """`Gateway.background` closes `keys`. `source`: where the settings came from, to read them again."""
     knowledge = build_knowledge(settings, Router(settings.routing.router_settings))
     data = build_data_plane(settings, knowledge, keys, None, Homes(), Quarantine())
 
@@ -215,14 +249,23 @@ def build_gateway(settings: Settings, keys: KeyStore) -> Gateway:
     async def decisions() -> list[DecisionBody]:
         return data.decision_bodies()
 
+    def rates() -> RequestRates:
+        per_s, failed_per_s = data.rates.per_s(time.monotonic())
+        return RequestRates(data.public.in_flight, len(data.admission), per_s, failed_per_s)
+
+    def apply(new: Settings) -> None:
+        knowledge.apply(new)
+        data.apply(new)
+
     stopping = asyncio.Event()
     insight = Insight(
         metrics=metrics,
         decisions=decisions,
         unready=lambda: "The gateway is stopping." if stopping.is_set() else unready(knowledge.router),
+        rates=rates,
     )
-    control = build_control_plane(settings, knowledge, keys, insight)
-    return Gateway(settings, keys, knowledge, data, control, stopping)
+    control = build_control_plane(settings, knowledge, keys, insight, data.telemetry, source, apply)
+    return Gateway(keys, knowledge, data, control, stopping)
 
 
 def build_knowledge(settings: Settings, router: Router) -> Knowledge:
@@ -231,11 +274,12 @@ def build_knowledge(settings: Settings, router: Router) -> Knowledge:
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
     return Knowledge(
         router=router,
-        watcher=Watcher(router, upstream, prompters, cards, clock=time.monotonic),
+        watcher=Watcher(router, upstream, prompters, cards, clock=time.monotonic, probes=settings.probes.rules),
         upstream=upstream,
         prompters=prompters,
         cards=cards,
         preparer=Preparer(prompters, executor, settings.prompts.escapes),
+        aliases=Aliases(settings.aliases),
         executor=executor,
     )
 
@@ -289,6 +333,7 @@ def build_data_plane(
     for name, about, labels, read in queue_gauges(admission):
         telemetry.register("gauge", name, about, labels, read)
     decisions: deque[Record] = deque(maxlen=_KEPT_DECISIONS)
+    rates = RateMeter()
     authenticator = None if settings.server.open else Authenticator(keys, clock=clock, wall_clock=time.time)
 
     def finished(record: Record) -> None:
@@ -297,13 +342,29 @@ def build_data_plane(
         if access_log is not None:
             access_log.finished(record)
         tracer.finished(record)
+        rates.count(record.status >= 500, record.started_at + record.duration_s)
         if record.decision is not None:
             decisions.append(record)
 
+    dispatcher = Dispatcher(
+        knowledge.router,
+        knowledge.upstream,
+        homes,
+        admission,
+        quarantine,
+        timeouts=settings.stream.timeouts,
+        commit_after_s=settings.stream.commit_after_s,
+        ping_s=settings.stream.ping_s,
+        clock=clock,
+        draw=random.random,
+        on_gap=telemetry.gap if counts else _count_nothing,
+        on_failed_try=telemetry.upstream_failed if counts else _count_nothing,
+    )
     hot_path = HotPath(
         public_app(
             knowledge.router,
             knowledge.cards,
+            knowledge.aliases,
             authenticator,
             unix_time=lambda moment: moment + time.time() - clock(),
         ),
@@ -315,38 +376,32 @@ def build_data_plane(
             salt_for=lambda group: keys.ring.salt_for(group),
         ),
         cards=knowledge.cards,
+        aliases=knowledge.aliases,
         preparer=knowledge.preparer,
         tokenizing=Tokenizing(knowledge.prompters, knowledge.cards, knowledge.executor),
         homes=homes,
-        dispatcher=Dispatcher(
-            knowledge.router,
-            knowledge.upstream,
-            homes,
-            admission,
-            quarantine,
-            timeouts=Timeouts(
-                connect_s=settings.stream.connect_s,
-                first_byte_s=settings.stream.first_byte_s,
-                idle_s=settings.stream.idle_s,
-            ),
-            commit_after_s=settings.stream.commit_after_s,
-            ping_s=settings.stream.ping_s,
-            clock=clock,
-            draw=random.random,
-            on_gap=telemetry.gap if counts else _count_nothing,
-            on_failed_try=telemetry.upstream_failed if counts else _count_nothing,
-        ),
+        dispatcher=dispatcher,
         tenants={name: tenant.standing for name, tenant in settings.tenants.items()},
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
         begin_trace=tracer.begin,
         on_finish=finished,
     )
-    return DataPlane(hot_path, admission, limiter, telemetry, tracer, access_log, decisions)
+    return DataPlane(hot_path, dispatcher, admission, limiter, telemetry, tracer, access_log, decisions, rates)
 
 
-def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore, insight: Insight) -> ControlPlane:
-    """`insight`: of the data planes, in this process or in others."""
+def build_control_plane(
+    settings: Settings,
+    knowledge: Knowledge,
+    keys: KeyStore,
+    insight: Insight,
+    telemetry: Telemetry,
+    source: SettingsSource | None,
+    apply: Callable[[Settings], None],
+) -> ControlPlane:
+    """`insight`: of the data planes, in this process or in others. `telemetry`: of this process. `apply`: what new settings
+    change beside the replicas.
+    """
     router, watcher = knowledge.router, knowledge.watcher
     registry = Registry(
         router,
@@ -358,13 +413,45 @@ def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore
     explainer = _Explainer(
         router,
         settings.admission.max_wait_s,
+        knowledge.aliases,
         knowledge.preparer,
         keys,
         PUBLIC_GROUP if settings.server.open else _DEFAULT_GROUP,
         random.random,
     )
+
+    def apply_all(new: Settings) -> None:
+        apply(new)
+        registry.configure(lease_s=new.leases.lease_s, forget_after_s=new.leases.forget_after_s)
+        registry.set_static(_static(new), time.monotonic())
+
+    reloader = Reloader(
+        settings,
+        source or SettingsSource(load=lambda: settings),
+        faults_of=lambda new: [f"replicas: {fault}" for fault in registry.faults_of(_static(new))],
+        apply=apply_all,
+    )
+    telemetry.register(
+        "counter",
+        "warmpath_config_reloads",
+        "Attempts to read the settings again.",
+        ("result",),
+        lambda: {(result,): count for result, count in reloader.results.items()},
+    )
+    telemetry.register(
+        "counter",
+        "warmpath_health_transitions",
+        "Times that a replica turned well or down, by its probes or its event stream.",
+        ("model", "to"),
+        lambda: {(model, to): count for (model, to), count in list(watcher.transitions.items())},
+    )
+    live = Live(lambda: (replica_bodies(context), insight.rates()), time.time)
     context = AdminContext(
-        settings=settings,
+        current_settings=lambda: reloader.settings,
+        reload=reloader.reload,
+        cards=knowledge.cards,
+        aliases=knowledge.aliases,
+        live=live,
         keys=keys,
         router=router,
         registry=registry,
@@ -375,7 +462,11 @@ def build_control_plane(settings: Settings, knowledge: Knowledge, keys: KeyStore
         wall_clock=time.time,
         version=importlib.metadata.version("warmpath"),
     )
-    return ControlPlane(registry, admin_app(context))
+    return ControlPlane(registry, admin_app(context), reloader, live)
+
+
+def _static(settings: Settings) -> dict[str, ReplicaSpec]:
+    return {replica.replica_id: replica.spec for replica in settings.replicas}
 
 
 def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Tracer:
@@ -404,6 +495,7 @@ def _count_nothing(model: str, value: object) -> None:
 class _Explainer:
     router: Router
     max_wait_s: float
+    aliases: Aliases
     preparer: Preparer
     keys: KeyStore
     default_group: str
@@ -413,7 +505,7 @@ class _Explainer:
         """Where a request with this body would go now, and whether it would wait before, because every replica is saturated;
         nothing is sent or promised. Raises `ApiError`.
         """
-        request = parse_request(_endpoint_of(body), body, open_access=True)
+        request = self.aliases.resolve(parse_request(_endpoint_of(body), body, open_access=True))
         pool = self.router.pool(request.model)
         if pool is None:
             raise unroutable(self.router.unserved(), request.model)
@@ -462,20 +554,24 @@ def client_server(settings: Settings, data: DataPlane) -> ClientServer:
     )
 
 
-async def run_gateway(settings: Settings) -> None:
-    """Serve in this one process until SIGINT or SIGTERM. Raises OSError for a port in use, `KeyStoreError`."""
+async def run_gateway(settings: Settings, source: SettingsSource) -> None:
+    """Serve in this one process until SIGINT or SIGTERM; SIGHUP reads the settings again.
+
+    Raises OSError for a port in use, `KeyStoreError`.
+    """
     raise_descriptor_limit()
     with (
         listening(settings.server.host, settings.server.port) as public_socket,
         listening(settings.admin.host, settings.admin.port) as admin_socket,
     ):
-        gateway = build_gateway(settings, await open_key_store(settings))
+        gateway = build_gateway(settings, await open_key_store(settings), source)
         await first_keys(gateway.keys, is_open=settings.server.open)
         public = client_server(settings, gateway.data)
         admin = make_server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), 0.0)
 
         def stop() -> None:
             gateway.stopping.set()
+            gateway.live.close()
             if public.is_stopping:
                 admin.force_exit = True
             public.stop()
@@ -483,6 +579,7 @@ async def run_gateway(settings: Settings) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(signal.SIGHUP, gateway.reloader.ask)
         _log.info(
             "serving http://%s:%d/v1, admin http://%s:%d",
             *public_socket.getsockname()[:2],

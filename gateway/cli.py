@@ -18,9 +18,12 @@ __all__ = ["main"]
 _OURS: Final = {
     "up": ("gateway.commands.up", "Run a gateway and workers here, ready to use."),
     "serve": ("gateway.commands.serve", "Run the gateway."),
-    "replicas": ("gateway.commands.console", "Show the replicas of a running gateway."),
+    "replicas": ("gateway.commands.replicas", "Show, drain, cordon or add replicas of a running gateway."),
+    "models": ("gateway.commands.models", "Show the models of a running gateway."),
     "explain": ("gateway.commands.explain", "Show where a request would go, and why."),
     "decisions": ("gateway.commands.explain", "Show where the last requests went."),
+    "config": ("gateway.commands.models", "Show the settings of a running gateway."),
+    "reload": ("gateway.commands.models", "Have a running gateway read its settings again."),
     "keys": ("gateway.commands.keys", "Make, show, change, rotate and revoke keys of a running gateway."),
 }
 _PROGRAMS: Final = {

@@ -268,6 +268,12 @@ class Dispatcher:
         self._budget = RetryBudget()
         self._quarantine = quarantine
 
+    def configure(self, timeouts: Timeouts, *, commit_after_s: float, ping_s: float) -> None:
+        """For tries that begin from now on."""
+        self._timeouts = timeouts
+        self._commit_after_s = commit_after_s
+        self._ping_s = ping_s
+
     async def answer(self, job: Job, reply: Reply, record: Record) -> None:
         """Answer through `reply`. Raises `ApiError` as long as its answer has not begun; its status may be out by then."""
         if record.trace.sampled:

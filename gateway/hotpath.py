@@ -12,11 +12,12 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.aliases import Aliases
 from gateway.api_error import ApiError
 from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Job, Record
@@ -99,6 +100,7 @@ class HotPath:
         router: Router,
         access: Access,
         cards: ModelCards,
+        aliases: Aliases,
         preparer: Preparer,
         tokenizing: Tokenizing,
         dispatcher: Dispatcher,
@@ -116,6 +118,7 @@ class HotPath:
         self._router = router
         self._access = access
         self._cards = cards
+        self._aliases = aliases
         self._preparer = preparer
         self._tokenizing = tokenizing
         self._dispatcher = dispatcher
@@ -138,6 +141,11 @@ class HotPath:
         self._is_cut = True
         for task in self._running:
             task.cancel()
+
+    def set_rules(self, rules: Rules, tenants: Mapping[str, Standing]) -> None:
+        """For requests from now on. What was used before counts against the new limits as well."""
+        self._access = replace(self._access, rules=rules)
+        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -204,13 +212,16 @@ class HotPath:
         home = None
         if stored is not None:
             request, home = self._find(stored, owner)
+            asked = request.model
         else:
             _require_json(scope)
             body = await read_body(scope, receive, self._max_body_bytes)
             request = parse_request(cast(Endpoint, scope["path"]), body, open_access=key is None)
+            asked = request.model
+            request = self._aliases.resolve(request)
             if request.follows is not None and (known := self._home(owner, request.follows)) is not None:
                 home = known.replica_id if known.model == request.model else None
-        pool = self._pool(request, key)
+        pool = self._pool(request, asked, key)
         record.model = request.model
         record.stream = request.stream
         salt = self._access.salt_for(key.group if key is not None else PUBLIC_GROUP)
@@ -299,12 +310,11 @@ class HotPath:
         except UnknownReplica:
             return None
 
-    def _pool(self, request: GenerationRequest, key: KeyRecord | None) -> Pool:
+    def _pool(self, request: GenerationRequest, asked: str, key: KeyRecord | None) -> Pool:
+        """`asked`: the name that the client used, and that its key must allow."""
         pool = self._router.pool(request.model)
-        if pool is None or (
-            key is not None and not key.may_ask(request.model)
-        ):  # one answer: nobody learns what there is
-            raise unroutable(self._router.unserved(), request.model)
+        if pool is None or (key is not None and not key.may_ask(asked)):  # one answer: nobody learns what there is
+            raise unroutable(self._router.unserved(), asked)
         if pool.key_space == "tokens" and request.endpoint in _OWN_WORKERS_LACK:
             raise unsupported(request)
         return pool

@@ -61,11 +61,11 @@ class ModelCards:
         """What the replica with the most room takes; None when none told."""
         return max(self._lengths(model), default=None)
 
-    def entry(self, model: str, created: float) -> dict[str, Any]:
-        """The model as ``/v1/models`` shows it."""
+    def entry(self, model: str, created: float, name: str = "") -> dict[str, Any]:
+        """The model as ``/v1/models`` shows it, perhaps under another `name`."""
         told = next((card for card in self._cards.values() if card.id == model), ModelCard(model))
         return {
-            "id": model,
+            "id": name or model,
             "object": "model",
             "created": int(created),
             "owned_by": "warmpath",

@@ -95,6 +95,10 @@ class Preparer:
         self._escapes = escapes
         self._names = NameCache(_NAME_CACHE_BYTES)
 
+    def configure(self, escapes: Callable[[str], bool]) -> None:
+        """For prompts from now on. Names of blocks are made from ids, so what is known of caches stays true."""
+        self._escapes = escapes
+
     async def prepare(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         """Raises `ApiError` 400 for a prompt that cannot be rendered."""
         prompter = self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None

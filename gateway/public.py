@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway.admin.rest import answer_error, answer_framework_error, with_request_id
+from gateway.aliases import Aliases
 from gateway.api_error import ApiError
 from gateway.authentication import Authenticator
 from gateway.failures import unroutable
@@ -21,34 +22,47 @@ from gateway.hotpath import authenticate
 from gateway.keys import KeyRecord
 from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS
-from router import Pool, Router, Unroutable
+from router import Router, Unroutable
 
 __all__ = ["public_app"]
 
 
 def public_app(
-    router: Router, cards: ModelCards, authenticator: Authenticator | None, unix_time: Callable[[float], float]
+    router: Router,
+    cards: ModelCards,
+    aliases: Aliases,
+    authenticator: Authenticator | None,
+    unix_time: Callable[[float], float],
 ) -> ASGIApp:
     """`authenticator`: None when the gateway is open. `unix_time`: of a time on the router's clock."""
 
-    def entry(pool: Pool) -> dict[str, Any]:
-        return cards.entry(pool.model, unix_time(pool.created))
+    def entry(name: str) -> dict[str, Any] | None:
+        pool = router.pool(aliases.target(name))
+        return cards.entry(pool.model, unix_time(pool.created), name) if pool is not None else None
+
+    def names() -> list[str]:
+        """Models, each with its other names behind it."""
+        return [
+            name
+            for model in router.models()
+            for name in (*(() if aliases.hides(model) else (model,)), *aliases.of(model))
+        ]
 
     def is_shown(model: str, key: KeyRecord | None) -> bool:
         return key is None or key.may_ask(model)
 
     async def list_models(request: Request) -> Response:
         key = authenticate(authenticator, request.scope, "models")
-        pools = filter(None, (router.pool(model) for model in router.models() if is_shown(model, key)))
-        return _json({"object": "list", "data": list(map(entry, pools))})
+        shown = (entry(name) for name in names() if is_shown(name, key))
+        return _json({"object": "list", "data": list(filter(None, shown))})
 
     async def show_model(request: Request) -> Response:
         key = authenticate(authenticator, request.scope, "models")
         model: str = request.path_params["model"]
-        pool = router.pool(model)
-        if pool is None or not is_shown(model, key):
+        found = entry(model) if is_shown(model, key) else None
+        if found is None:
             raise unroutable(Unroutable("model_not_found"), model)
-        return _json(entry(pool))
+        return _json(found)
 
     async def no_response(request: Request) -> Response:
         """The hot path takes the calls for ids that can be some."""

@@ -35,11 +35,13 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings import SettingsError as EnvironmentFault
 
 from gateway.admin.addresses import AllowList, PortRange, base_url
-from gateway.admin.registry import checked_model, checked_replica_id
+from gateway.admin.registry import checked_model, checked_replica_id, replica_id_of
+from gateway.health import ProbeRules
 from gateway.keys import GivenKey, KeyScope, checked_label, checked_pattern
 from gateway.limits import Quota
 from gateway.server.connection import ListenerLimits
 from gateway.tenants import PRIORITIES, Standing
+from gateway.upstream.contract import Timeouts
 from router import GateSettings, PolicyName, RoutingSettings
 from router.wire import ReplicaSpec
 
@@ -52,6 +54,7 @@ __all__ = [
     "LimitSettings",
     "LogSettings",
     "ModelSettings",
+    "ProbeSettings",
     "PromptSettings",
     "QuotaSettings",
     "RedisSettings",
@@ -122,6 +125,7 @@ HexSecret = Annotated[Secret, AfterValidator(_checked_hex)]
 Name = Annotated[str, AfterValidator(checked_label)]
 Ports = Annotated[PortRange, PlainValidator(_parse_ports), PlainSerializer(str, return_type=str)]
 ReplicaUrl = Annotated[str, AfterValidator(base_url)]
+ModelName = Annotated[str, AfterValidator(checked_model)]
 
 
 class _Group(BaseModel):
@@ -202,10 +206,7 @@ class ReplicaSettings(_Group):
 
     @property
     def replica_id(self) -> str:
-        if self.id is not None:
-            return self.id
-        _, _, rest = self.url.partition("://")
-        return re.sub(r"[^a-z0-9]+", "-", rest.lower()).strip("-")[:63]
+        return self.id if self.id is not None else replica_id_of(self.url)
 
     @property
     def spec(self) -> ReplicaSpec:
@@ -253,6 +254,10 @@ class StreamSettings(_Group):
     """A stream that has no first token by then gets its status line, and comments until it has: proxies cut what is silent."""
     ping_s: Seconds = 10.0
     """Between two such comments."""
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(connect_s=self.connect_s, first_byte_s=self.first_byte_s, idle_s=self.idle_s)
 
 
 class UpstreamSettings(_Group):
@@ -434,6 +439,23 @@ class RegistrySettings(_Group):
         return AllowList(self.networks, self.ports)
 
 
+class ProbeSettings(_Group):
+    """How foreign replicas are asked for their health. Own workers tell it themselves, through their event stream."""
+
+    every_s: Annotated[float, Field(ge=0.1, le=3600)] = 5.0
+    """Give or take a fifth, so that a fleet is not asked at once. While a replica is in doubt it is asked sooner."""
+    timeout_s: Annotated[float, Field(ge=0.1, le=60)] = 5.0
+    """For the whole answer. A server that is busy with long prompts may take seconds."""
+    rise: Annotated[int, Field(ge=1, le=100)] = 2
+    """Good answers in a row before a replica takes requests."""
+    fall: Annotated[int, Field(ge=1, le=100)] = 3
+    """Bad ones in a row before it takes none. A refused connection counts as all of them: nobody is there."""
+
+    @property
+    def rules(self) -> ProbeRules:
+        return ProbeRules(**dict(self))
+
+
 class PromptSettings(_Group):
     """How messages become token ids. Of own workers only: other replicas get the client's bytes and do it their way."""
 
@@ -491,7 +513,10 @@ class Settings(_Group):
     limits: LimitSettings = LimitSettings()
     tenants: dict[Name, TenantSettings] = {}
     models: dict[Annotated[str, AfterValidator(checked_model)], ModelSettings] = {}
+    aliases: dict[ModelName, ModelName] = {}
+    """Names that clients may use for a model: {gpt-4o: qwen3-8b}. An alias hides a model of the same name."""
     admission: AdmissionSettings = AdmissionSettings()
+    probes: ProbeSettings = ProbeSettings()
     redis: RedisSettings = RedisSettings()
     leases: LeaseSettings = LeaseSettings()
     registry: RegistrySettings = RegistrySettings()
@@ -504,6 +529,8 @@ class Settings(_Group):
         ids = [replica.replica_id for replica in self.replicas]
         if repeated := {replica_id for replica_id in ids if ids.count(replica_id) > 1}:
             raise ValueError(f"replicas: the id {min(repeated)} appears twice")
+        if chained := self.aliases.keys() & set(self.aliases.values()):
+            raise ValueError(f"aliases: {min(chained)} is an alias and cannot be the model of another one")
         if self.server.port == self.admin.port != 0:
             raise ValueError("admin.port: must differ from server.port")
         return self

@@ -1,7 +1,8 @@
 """One task per replica keeps the router's knowledge of it true: its tokenizer, its blocks, its load, whether it lives.
 
 An own worker is followed through its event stream, whose `Load` frames are also its sign of life. A foreign replica is
-asked for its health. Losing a stream costs hits, never answers: the router falls back to what was routed there.
+asked for its health (`gateway.health` says what follows from the answers) and, before it may get requests, for the models that
+it lists. Losing a stream costs hits, never answers: the router falls back to what was routed there.
 
 What replicas send is taken in by turns (`gateway.turns`), so that neither a snapshot nor a flood holds the loop.
 """
@@ -12,16 +13,19 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Final, Never
 
 import msgspec
 
+from gateway.health import Answer, Health, ProbeRules
 from gateway.model_cards import ModelCard, ModelCards, parse_models
 from gateway.prepare import Prompters
 from gateway.turns import Turns
 from gateway.upstream.contract import (
     ConnectFailed,
+    ConnectRefused,
     LocalExhaustion,
     Origin,
     Timeouts,
@@ -42,11 +46,12 @@ _log = logging.getLogger("warmpath.watch")
 _SILENCE_S: Final = 5.0
 """A worker sends a load frame at least once a second; five missed ones are a dead worker or a dead network."""
 _TIMEOUTS: Final = Timeouts(connect_s=1.0, first_byte_s=_SILENCE_S, idle_s=_SILENCE_S)
-_PROBE_EVERY_S: Final = 5.0
 _FIRST_RETRY_S: Final = 0.1
 _LONGEST_RETRY_S: Final = 5.0
 _MAX_TOKENIZER_BYTES: Final = 64 << 20
 _MAX_MODELS_BYTES: Final = 1 << 20
+_MAX_TRANSITIONS: Final = 512
+"""Counts that are kept apart: what models are called is the replicas' word."""
 _MAX_SNAPSHOT_FRAMES: Final = 1024
 """Of 7,000 names each: far more than a replica that is followed can hold."""
 
@@ -70,7 +75,10 @@ class Watcher:
         cards: ModelCards,
         *,
         clock: Callable[[], float],
+        probes: ProbeRules | None = None,
     ) -> None:
+        self.transitions: Counter[tuple[str, str]] = Counter()
+        """How often replicas of a model turned ``up`` or ``down``."""
         self.on_frame: Callable[[], None] | None = None
         """Called when a replica has told something new."""
         self._router = router
@@ -78,8 +86,14 @@ class Watcher:
         self._prompters = prompters
         self._cards = cards
         self._clock = clock
+        self._probes = probes or ProbeRules()
+        self._healthy: dict[str, bool] = {}  # as last told, of those that were found well before
         self._turns = Turns(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def configure(self, probes: ProbeRules) -> None:
+        """From the next answer of each replica on."""
+        self._probes = probes
 
     def start(self, replica_id: str, spec: ReplicaSpec) -> None:
         """Watch a replica that the router knows; a replica watched already is watched anew (it may have moved)."""
@@ -91,6 +105,7 @@ class Watcher:
         task = self._tasks.pop(replica_id, None)
         if task is not None:
             task.cancel()
+        self._healthy.pop(replica_id, None)
         self._cards.forget(replica_id)
 
     async def aclose(self) -> None:
@@ -99,6 +114,15 @@ class Watcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _set_health(self, replica_id: str, healthy: bool) -> None:
+        self._router.set_health(replica_id, healthy, self._clock())
+        if self._healthy.get(replica_id, False) is not healthy:
+            self._healthy[replica_id] = healthy
+            model = self._router.spec(replica_id).model
+            if (model, "up") not in self.transitions and len(self.transitions) >= _MAX_TRANSITIONS:
+                model = "other"
+            self.transitions[model, "up" if healthy else "down"] += 1
 
     # --- own workers
 
@@ -112,7 +136,7 @@ class Watcher:
                 await self._follow(replica_id, spec, retry)
             except _Mismatch as error:
                 trouble.say(f"does not fit its pool: {error}")
-                self._router.set_health(replica_id, False, self._clock())
+                self._set_health(replica_id, False)
                 retry.slow_down()
             except (_Lost, UpstreamError, FrameError, TokenizerError, msgspec.MsgspecError) as error:
                 if not retry.repeated:
@@ -122,10 +146,10 @@ class Watcher:
                 # lives cannot be seen while we have no descriptor to ask with.
                 dead = retry.repeated or isinstance(error, (ConnectFailed, UpstreamTimeout))
                 if dead and not isinstance(error, LocalExhaustion):
-                    self._router.set_health(replica_id, False, self._clock())
+                    self._set_health(replica_id, False)
             except Exception:
                 _log.exception("watching replica %s failed", replica_id)
-                self._router.set_health(replica_id, False, self._clock())
+                self._set_health(replica_id, False)
             self._router.events_lost(replica_id, self._clock())
             await retry.wait()
 
@@ -173,7 +197,7 @@ class Watcher:
         sync = self._router.apply(replica_id, frame, now)
         self._require_match(replica_id, sync)
         if sync is Sync.OK:
-            self._router.set_health(replica_id, True, now)
+            self._set_health(replica_id, True)
             if self.on_frame is not None:
                 self.on_frame()
         return sync is Sync.GAP
@@ -221,47 +245,63 @@ class Watcher:
 
     async def _watch_foreign(self, replica_id: str, spec: ReplicaSpec) -> None:
         trouble = _Trouble(replica_id)
+        health = Health()
         while True:
-            healthy = False
+            answer = Answer.BAD
             try:
-                await self._probe(replica_id, spec)
+                async with asyncio.timeout(self._probes.timeout_s):
+                    await self._probe(replica_id, spec)
             except LocalExhaustion as error:
                 trouble.say(str(error))  # we could not ask, so what was known stays
                 await asyncio.sleep(_FIRST_RETRY_S * 10)
                 continue
+            except ConnectRefused as error:
+                trouble.say(type(error).__name__)
+                answer = Answer.NOBODY
+            except TimeoutError:
+                trouble.say(f"gave no answer within {self._probes.timeout_s:g} s")
             except (_Lost, UpstreamError, msgspec.MsgspecError) as error:
                 trouble.say(str(error) or type(error).__name__)
-            except PoolMismatch as error:
+            except (_Mismatch, PoolMismatch) as error:
                 trouble.say(f"does not fit its pool: {error}")
+                answer = Answer.NOBODY  # that is certain, and not a matter of how often
             except Exception:
                 _log.exception("watching replica %s failed", replica_id)
             else:
-                healthy = True
+                answer = Answer.GOOD
+            if answer is not Answer.GOOD:
+                self._cards.forget(replica_id)  # it may come back with other limits, or another model
+            healthy = health.count(answer, self._probes)
+            if healthy and answer is Answer.GOOD:
                 trouble.over()
-            if not healthy:
-                self._cards.forget(replica_id)  # it may come back with other limits
-            self._router.set_health(replica_id, healthy, self._clock())
-            await asyncio.sleep(_PROBE_EVERY_S if healthy else _FIRST_RETRY_S * 10)
+            self._set_health(replica_id, healthy)
+            await asyncio.sleep(health.wait_s(self._probes, random.random()))  # noqa: S311
 
     async def _probe(self, replica_id: str, spec: ReplicaSpec) -> None:
-        """Healthy by /health where there is one, else by its list of models; a replica without a model learns it here.
+        """Healthy by /health where there is one, else by its list of models; that is asked for anyway until it was good once,
+        and again after trouble. A replica without a model learns it there, and one with a model must list it.
 
-        Raises what is wrong with it: `_Lost`, `UpstreamError`, `MsgspecError`, `PoolMismatch`.
+        Raises what is wrong with it: `_Lost`, `UpstreamError`, `MsgspecError`, `PoolMismatch`, `_Mismatch`.
         """
-        known = bool(self._router.spec(replica_id).model)
-        if known and (status := await self._status(spec, "/health")) not in (404, 405):
-            if status != 200:
-                raise _Lost(f"/health answered {status}")
-            if replica_id not in self._cards:
-                await self._learn_card(replica_id, self._router.spec(replica_id))
+        known = self._router.spec(replica_id)
+        status = await self._status(spec, "/health")
+        if status not in (200, 404, 405):
+            raise _Lost(f"/health answered {status}")
+        if status == 200 and replica_id in self._cards:
             return
         listed = await self._list_models(spec)
-        if not known:
+        if not known.model:
             if not listed:
                 raise _Lost("/v1/models names no model")
-            spec = msgspec.structs.replace(spec, model=listed[0].id)
-            self._router.add(replica_id, spec, self._clock())
-        self._cards.learn(replica_id, self._router.spec(replica_id).model, listed)
+            known = msgspec.structs.replace(spec, model=listed[0].id)
+            self._router.add(replica_id, known, self._clock())
+        mismatch = (
+            "" if any(card.id == known.model for card in listed) else f"it does not list the model {known.model!r}"
+        )
+        self._router.set_mismatch(replica_id, mismatch)
+        if mismatch:
+            raise _Mismatch(mismatch)
+        self._cards.learn(replica_id, known.model, listed)
 
     async def _learn_card(self, replica_id: str, spec: ReplicaSpec) -> None:
         """What its list says of its model; a replica that gives none serves all the same."""

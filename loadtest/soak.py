@@ -35,7 +35,7 @@ _REPLICAS: Final = 4
 _CHUNKS: Final = 6
 _STUB: Final = ("--chunks", str(_CHUNKS), "--gap-ms", "3", "--fail", "0.01", "--cut", "0.01")
 _SETTINGS: Final = {"WARMPATH_ROUTING__INDEX_BYTES": str(16 << 20)}
-"""The index grows to its bound, 1 GiB by default, with every new text, as all are here. So it is full when it is warm."""
+"""The index grows with every new text, and all are new here, to its bound, 1 GiB by default. So it is full when it is warm."""
 _CONCURRENCY: Final = 32
 _WARM_UP: Final = 0.25
 """Of the run: tables and pools grow to their sizes, the index fills."""

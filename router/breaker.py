@@ -84,6 +84,10 @@ class Breaker:
         self._closed_at = 0.0
         self._generation = 0
 
+    def configure(self, eject_after: int, eject_s: float, max_eject_s: float) -> None:
+        """Of the next failures and ejections; one under way ends when it was to end."""
+        self._eject_after, self._eject_s, self._max_eject_s = eject_after, eject_s, max_eject_s
+
     @property
     def transitions(self) -> int:
         """Changes of state so far."""

@@ -204,6 +204,10 @@ class Replica:
         self._first_since = float("-inf")
         """When the oldest of `_prefilling` came to be the oldest."""
 
+    def configure(self, settings: RoutingSettings) -> None:
+        self.settings = settings
+        self.breaker.configure(settings.eject_after, settings.eject_s, settings.max_eject_s)
+
     @property
     def trust(self) -> Trust:
         if self.indexed and self.stream.exact:

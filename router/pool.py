@@ -77,6 +77,12 @@ class Members:
         self.density = Density(settings.bytes_per_token)
         self.replicas: dict[str, Replica] = {}
 
+    def configure(self, settings: RoutingSettings) -> None:
+        """What was learned from answers stays."""
+        self._settings = settings
+        for replica in self.replicas.values():
+            replica.configure(settings)
+
     def require_fit(self, spec: ReplicaSpec) -> None:
         """Raise `PoolMismatch` when a replica registered like this could not be compared with the others."""
         pool = self.record

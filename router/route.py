@@ -33,7 +33,7 @@ from router.blocks import BlockName
 from router.fleet import Outcome, Replica, ReplicaView, Reservation
 from router.index import ENTRY_BYTES, Room
 from router.policies import KEY_TOKENS, POLICIES, Candidate, Turn
-from router.pool import Members, Pool
+from router.pool import Members, Pool, PoolMismatch
 from router.settings import PolicyName, RoutingSettings
 from router.trust import Snapshot, Step, Sync, Trust
 from router.wire import Batch, Frame, Hello, Load, ReplicaSpec
@@ -116,6 +116,17 @@ class Router:
             replica.weight, replica.cordoned = known.weight, known.cordoned
         members.replicas[replica_id] = self._replicas[replica_id] = replica
 
+    def misfit(self, spec: ReplicaSpec, without: frozenset[str] = frozenset()) -> str:
+        """Why a replica could not be added if those of `without` were gone; '' when it could."""
+        members = self._pools.get(spec.model) if spec.model else None
+        if members is None or members.replicas.keys() <= without:
+            return ""
+        try:
+            members.require_fit(spec)
+        except PoolMismatch as error:
+            return str(error)
+        return ""
+
     def remove(self, replica_id: str) -> None:
         """It is gone, with its index entries. Reservations on it stay valid until they are finished."""
         replica = self._replicas.pop(replica_id, None)
@@ -152,6 +163,19 @@ class Router:
         if replica is not None:
             replica.healthy = healthy
             self._drop_expired(replica, now)
+
+    def set_mismatch(self, replica_id: str, why: str) -> None:
+        """What a probe found to be unlike its registration, as another model; '' when it is as registered."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.mismatch = why
+
+    def configure(self, settings: RoutingSettings) -> None:
+        """Decide by these from now on, `index_bytes` apart. What was learned stays, and so do the priors that it began with."""
+        self._settings = settings
+        self._choose = POLICIES[settings.policy]
+        for members in self._pools.values():
+            members.configure(settings)
 
     def busy(self, replica_id: str, until: float) -> None:
         """It said busy and named a time. Bound that time before: a replica can ask for any."""

@@ -6,6 +6,7 @@ Times are Unix seconds here and monotonic seconds there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -14,10 +15,11 @@ from gateway.admin.registry import Drain, Lease
 from gateway.dispatch import Record
 from gateway.keys import KeyKind, KeyRecord, KeyScope, Label, ModelPattern
 from gateway.limits import Quota
-from router import Candidate, Decision, ReplicaView
+from router import Candidate, Decision, Pool, ReplicaView
 
 __all__ = [
     "CandidateBody",
+    "ChangeEvent",
     "DecisionBody",
     "DecisionList",
     "DrainBody",
@@ -29,16 +31,23 @@ __all__ = [
     "KeyRequest",
     "LeaseBody",
     "LoadBody",
+    "ModelBody",
+    "ModelList",
     "NewKeyBody",
+    "ReloadBody",
     "ReplicaBody",
     "ReplicaList",
     "ReplicaPatch",
+    "ReplicaRequest",
+    "RequestRates",
     "State",
+    "StateEvent",
     "decision_body",
     "drain_body",
     "explanation_body",
     "key_body",
     "lease_body",
+    "model_body",
     "new_key_body",
     "replica_body",
 ]
@@ -56,6 +65,18 @@ class State(msgspec.Struct, frozen=True):
 class LeaseBody(msgspec.Struct, frozen=True):
     lease_s: float
     lease_expires: float
+
+
+class ReplicaRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A server that speaks OpenAI's API, and is there until somebody removes it or the gateway ends."""
+
+    url: str
+    id: str | None = None
+    """By default made from the URL."""
+    model: str = ""
+    """By default the first one that it lists."""
+    credential: str = ""
+    """Sent to it as its bearer token."""
 
 
 class HeartbeatRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,7 +175,7 @@ def lease_body(lease: Lease, unix_offset: float) -> LeaseBody:
 
 def drain_body(drain: Drain, replica: ReplicaView, now: float, unix_offset: float) -> DrainBody:
     done = replica.inflight == 0
-    return DrainBody(replica.inflight, done, not done and drain.deadline <= now, drain.deadline + unix_offset)
+    return DrainBody(replica.inflight, done, not done and drain.deadline <= now, round(drain.deadline + unix_offset, 3))
 
 
 def replica_body(
@@ -167,7 +188,8 @@ def replica_body(
         revision=view.spec.revision,
         kind=view.spec.kind,
         epoch=view.spec.epoch,
-        lease_expires=lease.expires + unix_offset if lease is not None else None,
+        # Both clocks are read anew each time, some microseconds apart; what did not change shall look the same.
+        lease_expires=round(lease.expires + unix_offset, 3) if lease is not None else None,
         healthy=view.healthy,
         cordoned=view.cordoned,
         draining=view.draining,
@@ -191,6 +213,105 @@ def replica_body(
         cached_tokens_recall=view.accuracy.recall,
         load=msgspec.convert(view.load, LoadBody, from_attributes=True) if view.load is not None else None,
     )
+
+
+# --- the live state
+
+
+class RequestRates(msgspec.Struct, frozen=True):
+    in_flight: int
+    """Requests of clients that are being answered."""
+    queued: int | None
+    """Of those, how many wait for a replica that is not saturated; None where nothing queues."""
+    per_s: float
+    """Requests that ended, a second, over the last nine seconds."""
+    failed_per_s: float
+    """Of those, the ones with a status of 500 and more."""
+
+
+class StateEvent(msgspec.Struct, frozen=True, tag="state", tag_field="type"):
+    """Everything; the first event of a stream."""
+
+    time: float
+    replicas: list[ReplicaBody]
+    requests: RequestRates
+
+
+class ChangeEvent(msgspec.Struct, frozen=True, tag="change", tag_field="type"):
+    """What differs from the event before."""
+
+    time: float
+    replicas: list[ReplicaBody]
+    """Those that came or changed, whole."""
+    left: list[str]
+    """Ids of those that are gone."""
+    requests: RequestRates
+
+
+# --- models
+
+
+class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A model and the pool of replicas that serve it."""
+
+    model: str
+    revision: str
+    aliases: list[str]
+    key_space: Literal["tokens", "text"]
+    """By what prompts are compared: blocks of tokens, or chunks of text where the tokenizer is unknown."""
+    block_size: int
+    """Tokens that are matched as one; an estimate in a text pool."""
+    tokenizer_digest: str
+    max_model_len: int | None
+    """The least that its replicas told."""
+    replicas: int
+    healthy: int
+    """Of them, those that are well and fit."""
+    inflight: int
+    promised_tokens: int
+    waiting: int | None
+    """Requests that its replicas have not begun, as far as they tell."""
+    hit_rate: float | None
+    """Share of the prompt tokens that replicas found cached, as far as they tell, since each began."""
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    models: list[ModelBody]
+
+
+def model_body(
+    pool: Pool, views: Sequence[ReplicaView], aliases: Sequence[str], max_model_len: int | None
+) -> ModelBody:
+    """`views`: of the pool's replicas."""
+    loads = [view.load for view in views if view.load is not None]
+    prompt_tokens = sum(load.prompt_tokens_total for load in loads)
+    return ModelBody(
+        model=pool.model,
+        revision=pool.revision,
+        aliases=list(aliases),
+        key_space=pool.key_space,
+        block_size=pool.block_size,
+        tokenizer_digest=pool.tokenizer_digest,
+        max_model_len=max_model_len,
+        replicas=len(views),
+        healthy=sum(view.healthy and not view.mismatch for view in views),
+        inflight=sum(view.inflight for view in views),
+        promised_tokens=sum(view.promised_tokens for view in views),
+        waiting=sum(load.waiting for load in loads) if loads else None,
+        hit_rate=sum(load.cached_tokens_total for load in loads) / prompt_tokens if prompt_tokens else None,
+    )
+
+
+# --- settings
+
+
+class ReloadBody(msgspec.Struct, frozen=True):
+    """Dotted names of settings, as in the file."""
+
+    changed: Sequence[str]
+    """In force now."""
+    needs_restart: Sequence[str]
+    """Changed in the file, and not in force until the gateway is started again."""
 
 
 # --- keys

@@ -6,10 +6,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.admin.addresses import AllowList, Resolve
-from gateway.admin.bodies import DecisionBody, NewKeyBody
+from gateway.admin.bodies import DecisionBody, NewKeyBody, RequestRates
 from gateway.admin.idempotency import Idempotency
+from gateway.admin.live import Live
 from gateway.admin.registry import Registry
+from gateway.aliases import Aliases
 from gateway.keys import KeyStore
+from gateway.model_cards import ModelCards
+from gateway.reload import Plan
 from gateway.settings import Settings
 from router import Decision, ReplicaView, Router
 
@@ -26,17 +30,25 @@ class Insight:
     """The requests that ended last, the oldest first."""
     unready: Callable[[], str | None]
     """Why the gateway should get no requests now; None when it should."""
+    rates: Callable[[], RequestRates]
+    """How many requests there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminContext:
     """What the admin API works on."""
 
-    settings: Settings
+    current_settings: Callable[[], Settings]
+    """In force now."""
+    reload: Callable[[], Awaitable[Plan]]
+    """Read the settings again. Raises `SettingsError`; then nothing was changed."""
     keys: KeyStore
     router: Router
     registry: Registry
     insight: Insight
+    cards: ModelCards
+    aliases: Aliases
+    live: Live
     resolve: Resolve
     explain: Callable[[bytes, str | None], Awaitable[tuple[Decision, bool]]]
     """Decide for the body of a request, in a sharing group or the default one, and send nothing; also whether it would have to
@@ -47,6 +59,10 @@ class AdminContext:
     """Unix seconds."""
     version: str
     created_keys: Idempotency[NewKeyBody] = field(default_factory=Idempotency)
+
+    @property
+    def settings(self) -> Settings:
+        return self.current_settings()
 
     @property
     def unix_offset(self) -> float:

@@ -1,4 +1,4 @@
-"""How the gateway decides and how it is: explain, decisions, settings, health, metrics."""
+"""How the gateway decides and how it is: explain, decisions, models, settings, live state, health, metrics."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ import msgspec
 from starlette.responses import Response
 
 from gateway.admin.bodies import (
+    ChangeEvent,
     DecisionList,
     ExplanationBody,
+    ModelList,
+    ReloadBody,
     State,
+    StateEvent,
     explanation_body,
+    model_body,
 )
 from gateway.admin.context import AdminContext
+from gateway.admin.live import ServerSentEvents
 from gateway.admin.rest import Call, Endpoint, Needs
 from gateway.api_error import ApiError
+from gateway.settings import SettingsError
 from gateway.telemetry import CONTENT_TYPE
 from router import ReplicaView
 
@@ -39,6 +46,34 @@ async def _decisions(context: AdminContext, call: Call) -> DecisionList:
 
 async def _config(context: AdminContext, call: Call) -> dict[str, Any]:
     return context.settings.model_dump(mode="json")  # secrets are masked
+
+
+async def _reload(context: AdminContext, call: Call) -> ReloadBody:
+    try:
+        plan = await context.reload()
+    except SettingsError as error:
+        raise ApiError(400, "invalid_settings", "Nothing was changed. " + "; ".join(error.faults)) from error
+    return ReloadBody(plan.changed, plan.needs_restart)
+
+
+async def _models(context: AdminContext, call: Call) -> ModelList:
+    views = context.router.replicas()
+    pools = filter(None, map(context.router.pool, sorted(context.router.models())))
+    return ModelList(
+        [
+            model_body(
+                pool,
+                [view for view in views if view.spec.model == pool.model],
+                context.aliases.of(pool.model),
+                context.cards.max_model_len(pool.model),
+            )
+            for pool in pools
+        ]
+    )
+
+
+async def _events(context: AdminContext, call: Call) -> ServerSentEvents:
+    return ServerSentEvents(context.live)
 
 
 async def _health(context: AdminContext, call: Call) -> State:
@@ -86,6 +121,31 @@ INSIGHT_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         summary="The settings in force, secrets masked",
         handle=_config,
         answer=dict[str, Any],
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/v1/reload",
+        needs=Needs.ADMIN,
+        summary="Read the settings again: all of them are swapped, or with a fault none",
+        handle=_reload,
+        answer=ReloadBody,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/v1/models",
+        needs=Needs.ADMIN,
+        summary="The models, their other names and the replicas that serve them",
+        handle=_models,
+        answer=ModelList,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/v1/events",
+        needs=Needs.ADMIN,
+        summary="The replicas and the rate of requests, now and as they change, as server-sent events",
+        handle=_events,
+        answer=StateEvent | ChangeEvent,
+        media="text/event-stream",
     ),
     Endpoint(
         method="GET",

@@ -6,8 +6,11 @@
                                               routed to; what it    that it held
                                               holds is remembered
 
+Operators may also add one by hand: it has no lease, and stays until somebody removes it or the gateway ends.
+
 What must hold: every replica that the router knows is in here, and the other way round; a replica is watched exactly while
-it is static or its lease runs. An id belongs to the credential that registered it, and a live id stays at its address.
+it has no lease or its lease runs. An id belongs to the credential that registered it; a live id changes its address only with a
+new epoch, so that two processes which share an epoch cannot pull it to and fro.
 
 Knows no HTTP and no clock: `now` is monotonic seconds, and addresses were checked before (`gateway.admin.addresses`).
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,6 +42,7 @@ __all__ = [
     "UnknownReplica",
     "checked_model",
     "checked_replica_id",
+    "replica_id_of",
 ]
 
 _log = logging.getLogger("warmpath.registry")
@@ -55,6 +59,8 @@ _KINDS: Final = ("warmpath", "openai")
 _MAX_REPLICAS: Final = 1024
 """One index bit and one watching task each; whoever has more runs several gateways' worth of fleet."""
 _MIN_LEASE_S: Final = 1.0
+_SETTINGS: Final = ""
+"""Who holds the replicas of the settings; no key has this id."""
 
 
 class RegistryError(Exception):
@@ -85,6 +91,11 @@ def checked_replica_id(value: str) -> str:
     if not _ID.fullmatch(value):
         raise InvalidReplica("A replica id has 1 to 63 characters of a-z, 0-9 and -, with no - at its ends.")
     return value
+
+
+def replica_id_of(url: str) -> str:
+    """The id of a replica that was given none."""
+    return re.sub(r"[^a-z0-9]+", "-", url.partition("://")[2].lower()).strip("-")[:63].strip("-")
 
 
 def checked_model(value: str) -> str:
@@ -135,9 +146,9 @@ class Drain:
 class _Entry:
     spec: ReplicaSpec
     holder: str
-    """Id of the key that registered it; '' for the settings."""
+    """Id of the key that registered it, or `_SETTINGS`."""
     lease: Lease | None
-    """None: static."""
+    """None: it stays until it is removed."""
     live: bool = True
     drain: Drain | None = None
 
@@ -178,34 +189,80 @@ class Registry:
 
     # --- coming and going
 
+    def configure(self, *, lease_s: float, forget_after_s: float) -> None:
+        """From now on; a lease that runs keeps its length until the next heartbeat."""
+        self._lease_s = lease_s
+        self._forget_after_s = forget_after_s
+
     def add_static(self, replica_id: str, spec: ReplicaSpec, now: float) -> None:
-        """A replica from the settings. Raises `ReplicaConflict` when the id is taken, `ReplicaMismatch`."""
-        if replica_id in self._entries:
-            raise ReplicaConflict(f"The replica id '{replica_id}' is taken.")
-        self._add(replica_id, _Entry(spec, holder="", lease=None), now)
+        """A replica from the settings. Raises `ReplicaConflict` when the id is taken or there is no room, `ReplicaMismatch`."""
+        self._require_new(replica_id)
+        self._add(replica_id, _Entry(spec, holder=_SETTINGS, lease=None), now)
+
+    def add_by_hand(self, replica_id: str, spec: ReplicaSpec, who: Registrant, now: float) -> None:
+        """A replica by an operator's word, without lease; its model may be '' (the first one that it lists).
+
+        Raises `InvalidReplica`, `ReplicaConflict`, `ReplicaMismatch`.
+        """
+        _check(replica_id, spec if spec.model else msgspec.structs.replace(spec, model="unknown"))
+        self._require_new(replica_id)
+        self._add(replica_id, _Entry(spec, who.key_id, lease=None), now)
+
+    def faults_of(self, wanted: Mapping[str, ReplicaSpec]) -> list[str]:
+        """Why these could not be the replicas of the settings; nothing when they can. Changes nothing."""
+        ours = self._static()
+        faults = [
+            f"the replica id '{replica_id}' is taken by one that was registered"
+            for replica_id in wanted
+            if replica_id in self._entries and replica_id not in ours
+        ]
+        if len(self._entries) - len(ours) + len(wanted) > _MAX_REPLICAS:
+            faults.append(f"there may be {_MAX_REPLICAS} replicas in all")
+        going = frozenset(ours)
+        firsts: dict[str, ReplicaSpec] = {}
+        for replica_id, spec in wanted.items():
+            first = firsts.setdefault(spec.model, spec)
+            misfit = self._router.misfit(spec, without=going)
+            if spec.model and (first.kind, first.revision) != (spec.kind, spec.revision):
+                misfit = f"the replicas of '{spec.model}' are not all of one kind"
+            if misfit:
+                faults.append(f"the replica '{replica_id}' does not fit: {misfit}")
+        return faults
+
+    def set_static(self, wanted: Mapping[str, ReplicaSpec], now: float) -> None:
+        """Make these the replicas of the settings: what is the same stays as it is, with all that is known of it.
+
+        Ask `faults_of` before: what it would have told is raised here, half way.
+        """
+        ours = self._static()
+        for replica_id, spec in ours.items():
+            if wanted.get(replica_id) != spec:
+                self._end(replica_id)
+        for replica_id, spec in wanted.items():
+            if replica_id not in self._entries:
+                self.add_static(replica_id, spec, now)
 
     def put(self, replica_id: str, spec: ReplicaSpec, who: Registrant, now: float) -> Lease:
         """Register, or renew; `spec.url` is the address that was checked.
 
-        Raises `InvalidReplica`, `ReplicaMismatch`, and `ReplicaConflict`: the id is somebody else's, or live at another
-        address. A restart in place has a new epoch and the same address; one that moved waits for the end of its lease, or
-        says goodbye first.
+        Raises `InvalidReplica`, `ReplicaMismatch`, and `ReplicaConflict`: the id is somebody else's, comes from the settings,
+        or is live at another address in this epoch. A restart has a new epoch, wherever it is; what was before it is over.
         """
         _check(replica_id, spec)
         lease = self._new_lease(spec.lease_s, now)
         spec = msgspec.structs.replace(spec, lease_s=lease.lease_s)
         known = self._entries.get(replica_id)
         if known is None:
-            if len(self._entries) >= _MAX_REPLICAS:
-                raise ReplicaConflict(f"There are {_MAX_REPLICAS} replicas already.")
+            self._require_new(replica_id)
             self._add(replica_id, _Entry(spec, who.key_id, lease), now)
             return lease
         if known.lease is None:
-            raise ReplicaConflict(f"The replica '{replica_id}' comes from the settings.")
+            source = "comes from the settings" if known.holder == _SETTINGS else "was added by an operator"
+            raise ReplicaConflict(f"The replica '{replica_id}' {source}.")
         if known.holder != who.key_id and not who.is_admin:
             raise ReplicaConflict(f"The replica id '{replica_id}' was registered with another credential.")
-        if known.live and known.spec.url != spec.url:
-            raise ReplicaConflict(f"The replica '{replica_id}' is live at another address.")
+        if known.live and known.spec.url != spec.url and known.spec.epoch == spec.epoch:
+            raise ReplicaConflict(f"The replica '{replica_id}' is live at another address in the same epoch.")
         if known.live and known.spec == spec:
             known.lease = lease
         else:
@@ -222,9 +279,8 @@ class Registry:
 
     def remove(self, replica_id: str, who: Registrant) -> None:
         """Forget a replica at once; what runs there runs on. Raises `UnknownReplica`, `NotHolder`."""
-        if self._held(replica_id, who).live:
-            self._stop_watch(replica_id)
-        self._forget(replica_id)
+        self._held(replica_id, who)
+        self._end(replica_id)
 
     def expire(self, now: float) -> None:
         """End the leases that ran out. Call about once a second."""
@@ -267,11 +323,25 @@ class Registry:
         self._entries[replica_id] = entry
         self._start_watch(replica_id, entry.spec)
 
+    def _require_new(self, replica_id: str) -> None:
+        if replica_id in self._entries:
+            raise ReplicaConflict(f"The replica id '{replica_id}' is taken.")
+        if len(self._entries) >= _MAX_REPLICAS:
+            raise ReplicaConflict(f"There are {_MAX_REPLICAS} replicas already.")
+
+    def _static(self) -> dict[str, ReplicaSpec]:
+        return {replica_id: entry.spec for replica_id, entry in self._entries.items() if entry.holder == _SETTINGS}
+
     def _renew(self, replica_id: str, known: _Entry, entry: _Entry, now: float) -> None:
         self._add(replica_id, entry, now)
         # A drain is for the process that was to end: a new epoch has ended it.
         entry.drain = known.drain if known.spec.epoch == entry.spec.epoch else None
         self._router.patch(replica_id, draining=entry.drain is not None)
+
+    def _end(self, replica_id: str) -> None:
+        if self._entries[replica_id].live:
+            self._stop_watch(replica_id)
+        self._forget(replica_id)
 
     def _forget(self, replica_id: str) -> None:
         self._router.remove(replica_id)

@@ -16,6 +16,7 @@ from gateway.admin.bodies import (
     ReplicaBody,
     ReplicaList,
     ReplicaPatch,
+    ReplicaRequest,
     State,
     drain_body,
     lease_body,
@@ -30,13 +31,14 @@ from gateway.admin.registry import (
     ReplicaConflict,
     ReplicaMismatch,
     UnknownReplica,
+    replica_id_of,
 )
 from gateway.admin.rest import Call, Endpoint, Needs
 from gateway.api_error import ApiError
 from router import ReplicaView
 from router.wire import ReplicaSpec
 
-__all__ = ["REPLICA_ENDPOINTS"]
+__all__ = ["REPLICA_ENDPOINTS", "replica_bodies"]
 
 
 _REGISTRY_STATUS: Final[dict[type[RegistryError], tuple[int, str]]] = {
@@ -74,13 +76,28 @@ def _replica(context: AdminContext, view: ReplicaView) -> ReplicaBody:
     return replica_body(view, lease, drain, context.clock(), context.unix_offset)
 
 
-async def _put_replica(context: AdminContext, call: Call) -> LeaseBody:
-    spec: ReplicaSpec = call.body
+async def _checked_url(context: AdminContext, url: str) -> str:
     try:
-        url = await pinned_url(spec.url, context.allow_list, context.resolve)
+        return await pinned_url(url, context.allow_list, context.resolve)
     except AddressNotAllowed as error:
         raise ApiError(400, "address_not_allowed", f"{error}.".capitalize(), param="url") from error
-    spec = msgspec.structs.replace(spec, url=url)
+
+
+async def _add_replica(context: AdminContext, call: Call) -> ReplicaBody:
+    wanted: ReplicaRequest = call.body
+    url = await _checked_url(context, wanted.url)
+    replica_id = wanted.id if wanted.id is not None else replica_id_of(url)
+    spec = ReplicaSpec(url=url, model=wanted.model, kind="openai", credential=wanted.credential)
+    try:
+        context.registry.add_by_hand(replica_id, spec, _registrant(call), context.clock())
+    except RegistryError as error:
+        raise _refusal(error) from error
+    return _replica(context, _view(context, replica_id))
+
+
+async def _put_replica(context: AdminContext, call: Call) -> LeaseBody:
+    spec: ReplicaSpec = call.body
+    spec = msgspec.structs.replace(spec, url=await _checked_url(context, spec.url))
     try:
         lease = context.registry.put(call.path["replica_id"], spec, _registrant(call), context.clock())
     except RegistryError as error:
@@ -97,16 +114,35 @@ async def _beat(context: AdminContext, call: Call) -> LeaseBody:
 
 
 async def _delete_replica(context: AdminContext, call: Call) -> State:
+    replica_id, who = _replica_id(context, call), _registrant(call)
+    if who.is_admin and call.query.get("force") != "true":
+        _require_another(context, replica_id)
     try:
-        context.registry.remove(_replica_id(context, call), _registrant(call))
+        context.registry.remove(replica_id, who)
     except RegistryError as error:
         raise _refusal(error) from error
     return State("removed")
 
 
+def replica_bodies(context: AdminContext) -> list[ReplicaBody]:
+    """All replicas as they are now, by id."""
+    return [_replica(context, view) for view in sorted(context.router.replicas(), key=lambda view: view.id)]
+
+
+def _require_another(context: AdminContext, replica_id: str) -> None:
+    """An operator's slip shall not end a service. A replica that says goodbye itself is asked nothing: it ends anyway."""
+    view = _view(context, replica_id)
+    serving = [other.id for other in context.router.replicas() if other.spec.model == view.spec.model and other.healthy]
+    if serving == [replica_id]:
+        raise ApiError(
+            409,
+            "last_replica",
+            f"No other replica of '{view.spec.model}' is healthy. Add ?force=true to end its service all the same.",
+        )
+
+
 async def _list_replicas(context: AdminContext, call: Call) -> ReplicaList:
-    views = sorted(context.router.replicas(), key=lambda view: view.id)
-    return ReplicaList([_replica(context, view) for view in views])
+    return ReplicaList(replica_bodies(context))
 
 
 async def _get_replica(context: AdminContext, call: Call) -> ReplicaBody:
@@ -151,7 +187,7 @@ REPLICA_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         handle=_beat,
         body=HeartbeatRequest,
         answer=LeaseBody,
-        is_logged=False,  # each worker, every few seconds; it is news only when it stops
+        is_audited=False,  # each worker, every few seconds; it is news only when it stops
     ),
     Endpoint(
         method="DELETE",
@@ -159,7 +195,18 @@ REPLICA_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.JOIN,
         summary="Remove a replica at once; what runs there runs on",
         handle=_delete_replica,
+        query={"force": "'true' removes the last healthy replica of a model as well"},
         answer=State,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/v1/replicas",
+        needs=Needs.ADMIN,
+        summary="Add an OpenAI-compatible server by hand, without a lease",
+        handle=_add_replica,
+        body=ReplicaRequest,
+        answer=ReplicaBody,
+        status=201,
     ),
     Endpoint(
         method="GET",

@@ -9,10 +9,11 @@ Paths come from the ASGI path alone, never from a URL built with the Host header
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Generic, Literal, TypeVar
 
@@ -40,7 +41,9 @@ __all__ = [
     "with_request_id",
 ]
 
-_log = logging.getLogger("warmpath.rest")
+_audit_log = logging.getLogger("warmpath.audit")
+
+_MAX_TARGET_CHARS: Final = 200
 
 _BODY_S: Final = 10.0
 """How long a body may take to arrive."""
@@ -87,8 +90,14 @@ class Endpoint(Generic[Context]):
     body: Any = None
     max_body_bytes: int = 64 << 10
     status: int = 200
-    is_logged: bool = True
-    """Whether the log says who called it; GETs never are."""
+    query: Mapping[str, str] = field(default_factory=dict)
+    """What it reads of the query: names, and what they are about."""
+    refusal: Any = None
+    """Type of its own refusals, where they are not in the shape of `Error`."""
+    media: str = ""
+    """Of the answer, where it is not JSON, or text for one of type str."""
+    is_audited: bool = True
+    """Whether the log says who called it, and what came of it; GETs never are."""
 
 
 def rest_app(endpoints: Sequence[Endpoint[Context]], context: Context, authenticator: Authenticator) -> ASGIApp:
@@ -117,14 +126,41 @@ def _guarded(
     async def answer(request: Request) -> Response:
         endpoint = methods["GET" if request.method == "HEAD" else request.method]
         key = _authorize(endpoint.needs, authenticator, request.scope)
-        body = await _read_body(endpoint, request) if endpoint.body is not None else None
-        call = Call(request.path_params, request.query_params, body, key, header(request.scope, b"idempotency-key"))
-        answer = await endpoint.handle(context, call)
-        if key is not None and endpoint.method != "GET" and endpoint.is_logged:
-            _log.info("%s %s by %s", endpoint.method, endpoint.path.format_map(request.path_params), key.id)
-        return answer if isinstance(answer, Response) else _json(endpoint.status, msgspec.json.encode(answer))
+        audit = _Audit(endpoint, request, key) if key and endpoint.method != "GET" and endpoint.is_audited else None
+        try:
+            body = await _read_body(endpoint, request) if endpoint.body is not None else None
+            idempotency_key = header(request.scope, b"idempotency-key")
+            call = Call(request.path_params, request.query_params, body, key, idempotency_key)
+            answer = await endpoint.handle(context, call)
+        except ApiError as error:
+            if audit is not None:
+                audit.write(error.status, error.code)
+            raise
+        if not isinstance(answer, Response):
+            answer = _json(endpoint.status, msgspec.json.encode(answer))
+        if audit is not None:
+            audit.write(answer.status_code)
+        return answer
 
     return answer
+
+
+class _Audit:
+    """One line of JSON for each change that somebody with a key asked for: who, what, to what, and what came of it.
+
+    Bodies and queries are not in it, because they hold secrets; names from paths are, escaped and cut.
+    """
+
+    def __init__(self, endpoint: Endpoint[Any], request: Request, key: KeyRecord) -> None:
+        self._line: dict[str, object] = {
+            "key_id": key.id,
+            "key_kind": key.kind,
+            "action": f"{endpoint.method} {endpoint.path}",
+            "target": {name: str(value)[:_MAX_TARGET_CHARS] for name, value in request.path_params.items()},
+        }
+
+    def write(self, status: int, code: str = "") -> None:
+        _audit_log.info("%s", json.dumps({**self._line, "status": status, **({"code": code} if code else {})}))
 
 
 def _authorize(needs: Needs, authenticator: Authenticator, scope: Scope) -> KeyRecord | None:
@@ -227,12 +263,22 @@ class Error(msgspec.Struct):
 
 def openapi(endpoints: Sequence[Endpoint[Context]], *, title: str, version: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document of a table."""
-    types = [Error, *(kind for endpoint in endpoints for kind in (endpoint.answer, endpoint.body) if kind is not None)]
+    types = [
+        Error,
+        *(
+            kind
+            for endpoint in endpoints
+            for kind in (endpoint.answer, endpoint.body, endpoint.refusal)
+            if kind is not None
+        ),
+    ]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(map(repr, types), schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, schema_of)
+        paths.setdefault(endpoint.path.replace(":path}", "}"), {})[endpoint.method.lower()] = _operation(
+            endpoint, schema_of
+        )
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
@@ -243,21 +289,34 @@ def openapi(endpoints: Sequence[Endpoint[Context]], *, title: str, version: str)
 
 def _operation(endpoint: Endpoint[Context], schema_of: Mapping[str, Any]) -> dict[str, Any]:
     def content(kind: Any) -> dict[str, Any]:
-        media = "text/plain" if kind is str else "application/json"
+        media = (endpoint.media if kind is endpoint.answer else "") or (
+            "text/plain" if kind is str else "application/json"
+        )
         return {media: {"schema": schema_of[repr(kind)]}}
 
+    refusals = content(Error)
+    if endpoint.refusal is str:
+        refusals |= content(str)
+    elif endpoint.refusal is not None:
+        refusals["application/json"] = {
+            "schema": {"anyOf": [schema_of[repr(Error)], schema_of[repr(endpoint.refusal)]]}
+        }
     operation: dict[str, Any] = {
         "summary": endpoint.summary,
         "responses": {
             str(endpoint.status): {"description": "Done.", "content": content(endpoint.answer)},
-            "default": {"description": "Refused or failed.", "content": content(Error)},
+            "default": {"description": "Refused or failed.", "content": refusals},
         },
     }
-    names = re.findall(r"{(\w+)}", endpoint.path)
-    if names:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)(?::path)?}", endpoint.path)
+    ] + [
+        {"name": name, "in": "query", "required": False, "description": about, "schema": {"type": "string"}}
+        for name, about in endpoint.query.items()
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if endpoint.body is not None:
         operation["requestBody"] = {"required": True, "content": content(endpoint.body)}
     if endpoint.needs is not Needs.NO_KEY:

@@ -1,8 +1,9 @@
 """The admin API: replicas, keys, decisions, settings, metrics. Its own listener, on loopback unless the operator says else.
 
-Everything under /admin/v1 needs a key; who needs which stands in `ENDPOINTS`, and `gateway.admin.rest` holds everyone to it. A
-replica's join token may register, renew and remove what it registered, nothing else. Health, readiness and metrics need no
-key, because probes and Prometheus have none: whoever can reach the listener may read them, and they hold no secret.
+Everything under /admin/v1, and what speaks as other routers do (`gateway.admin.compat`), needs a key; who needs which stands in
+`ENDPOINTS`, and `gateway.admin.rest` holds everyone to it. A replica's join token may register, renew and remove what it
+registered, nothing else. Health, readiness and metrics need no key, because probes and Prometheus have none: whoever can
+reach the listener may read them, and they hold no secret.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp
 
+from gateway.admin.compat import COMPATIBLE_ENDPOINTS
 from gateway.admin.context import AdminContext
 from gateway.admin.insight import INSIGHT_ENDPOINTS
 from gateway.admin.key_routes import KEY_ENDPOINTS
@@ -30,6 +32,7 @@ ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
     *REPLICA_ENDPOINTS,
     *KEY_ENDPOINTS,
     *INSIGHT_ENDPOINTS,
+    *COMPATIBLE_ENDPOINTS,
     Endpoint(
         method="GET",
         path="/openapi.json",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,8 @@ from rich.table import Column, Table
 __all__ = ["AdminClient", "admin_client", "admin_options", "new_table", "terminal"]
 
 _TIMEOUT_S: Final = 5.0
+_STREAM_S: Final = 30.0
+"""Of silence; a stream carries a comment every 10 s."""
 _PIPE_WIDTH: Final = 240
 _CONNECTION: Final = Path(".warmpath/connection.json")
 
@@ -55,6 +57,21 @@ class AdminClient:
         if not answer.is_success:
             raise click.ClickException(f"{answer.status_code}: {_message(answer)}")
         return answer.json() if answer.content else None
+
+    def events(self, path: str) -> Iterator[Any]:
+        """What a stream of server-sent events carries, for as long as it lasts."""
+        try:
+            with self._http.stream("GET", path, timeout=_STREAM_S) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise click.ClickException(f"{answer.status_code}: {_message(answer)}")
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        yield msgspec.json.decode(line.removeprefix("data: "))
+        except httpx.HTTPError as error:
+            raise click.ClickException(
+                f"no answer from {self._http.base_url}: {str(error) or type(error).__name__}"
+            ) from error
 
 
 def terminal() -> Console:

@@ -11,6 +11,7 @@ import uvloop
 from gateway.app import run_gateway
 from gateway.keys import KeyStoreError
 from gateway.processes.supervising import run_supervisor
+from gateway.reloading import SettingsSource
 from gateway.serving import configure_logging
 from gateway.settings import SettingsError, load_settings, redacted
 
@@ -49,8 +50,9 @@ Settings: flags win over WARMPATH_* variables (WARMPATH_SERVER__PORT=9000), thos
 @click.option("--print-config", is_flag=True, help="Show all settings, secrets masked, and end.")
 def serve(config: Path | None, log_level: str, print_config: bool, **flags: Any) -> None:
     """Run the gateway."""
+    source = SettingsSource(load=lambda: load_settings(config, _nested(flags)), file=config)
     try:
-        settings = load_settings(config, _nested(flags))
+        settings = source.load()
     except SettingsError as error:
         lines = "\n  ".join(error.faults)
         raise click.ClickException(f"the settings cannot be used:\n  {lines}") from error
@@ -59,7 +61,10 @@ def serve(config: Path | None, log_level: str, print_config: bool, **flags: Any)
         return
     configure_logging(log_level, settings.log.format)
     try:
-        uvloop.run(run_gateway(settings) if settings.server.processes == 1 else run_supervisor(settings, log_level))
+        if settings.server.processes == 1:
+            uvloop.run(run_gateway(settings, source))
+        else:
+            uvloop.run(run_supervisor(settings, source, log_level))
     except (OSError, KeyStoreError) as error:
         raise click.ClickException(f"cannot start: {error}") from error
 

@@ -14,7 +14,7 @@
 -- as if it had come now, so nobody is locked out for longer than a window; after a step forth it is forgotten early, once.
 
 local WINDOW_S, BUCKET_S, DAY_S, FREE_SOON_S = 60, 0.5, 86400, 1
-local LEASE_BUCKETS = 2
+local LEASE_BUCKETS = 3 -- as in ledger.py
 local PARALLEL, TOKENS_DAY = 2, 3
 
 local function clock()

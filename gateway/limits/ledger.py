@@ -32,7 +32,9 @@ __all__ = ["HOLD_S", "LEASE_BUCKETS", "LEASE_S", "Change", "Granted", "Ledger", 
 
 LEASE_S: Final = 1.0
 """Longer ones would count longer than they can be spent: a second costs 1.7% of a minute's limit."""
-LEASE_BUCKETS: Final = math.ceil(LEASE_S / BUCKET_S)
+LEASE_BUCKETS: Final = math.ceil(LEASE_S / BUCKET_S) + 1
+"""How much later than now what is leased counts. One more than it lives: a unit that was set aside for a trip may be spent when
+the trip is over, which takes less than a bucket."""
 HOLD_S: Final = 15.0
 """What a process that was killed held is free again after so long, where nobody tells."""
 

@@ -2,6 +2,7 @@
 
 topic      direction          payload                    answer
 start      to the process     `Start`                    '' once it takes connections, or it failed
+settings   to the process     `settings_bytes`           '' once they are in force
 members    to the process     list of `Member`           '' once it is routed by
 keys       to the process     an encoded ring            '' once it holds
 peers      to the process     list of ids (post)

@@ -116,6 +116,11 @@ class _DataProcess:
     def take_members(self, members: Sequence[Member]) -> None:
         self._membership.take_over(members)
 
+    def take_settings(self, data: bytes) -> None:
+        settings = settings_of(data)
+        self._knowledge.apply(settings)
+        self.plane.apply(settings)
+
     def take_keys(self, data: bytes) -> None:
         self.keys.ring = KeyRing.decode(data)
 
@@ -187,12 +192,14 @@ class _Host:
             answers={
                 "start": self._start,
                 "members": self._take_members,
+                "settings": self._take_settings,
                 "keys": self._take_keys,
                 "metrics": lambda _: self._started.metrics(),
                 "decisions": lambda _: self._started.decisions(),
             },
             hears={
                 "members": self._take_members,
+                "settings": self._take_settings,
                 "keys": self._take_keys,
                 "peers": lambda data: self._started.set_peers(IDS.decode(data)),
                 "stop": lambda _: self.stop(),
@@ -248,6 +255,10 @@ class _Host:
 
     def _take_members(self, data: bytes) -> bytes:
         self._started.take_members(MEMBERS.decode(data))
+        return b""
+
+    def _take_settings(self, data: bytes) -> bytes:
+        self._started.take_settings(data)
         return b""
 
     def _take_keys(self, data: bytes) -> bytes:

@@ -11,7 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gateway.admin.bodies import RequestRates
 from gateway.admin.context import Insight
+from gateway.admin.live import RateMeter
 from gateway.app import build_control_plane, build_knowledge, first_keys, unready
 from gateway.keys import KeyStore
 from gateway.keys.opening import open_key_store
@@ -20,22 +22,25 @@ from gateway.processes.bus import SUPERVISOR, Bus
 from gateway.processes.control import Start, encode, settings_bytes
 from gateway.processes.members import members_of
 from gateway.processes.merged_metrics import families_of
-from gateway.processes.messages import Batch, Message
+from gateway.processes.messages import Batch, Finished, Message
 from gateway.processes.shared_router import SharedRouter
 from gateway.processes.supervisor import Supervisor, announcing
+from gateway.reloading import SettingsSource
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.serving import bound, listening, make_server, spare_collections
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry, render
-from router import ReplicaView, Trust
+from router import Outcome, ReplicaView, Trust
 
 __all__ = ["run_supervisor"]
 
 _log = logging.getLogger("warmpath.gateway")
 
 
-async def run_supervisor(settings: Settings, log_level: str) -> None:
-    """Serve by several processes until SIGINT or SIGTERM. Raises OSError for a port in use, `KeyStoreError`."""
+async def run_supervisor(settings: Settings, source: SettingsSource, log_level: str) -> None:
+    """Serve by several processes until SIGINT or SIGTERM; SIGHUP reads the settings again.
+
+    Raises OSError for a port in use, `KeyStoreError`."""
     raise_descriptor_limit()
     with (
         bound(settings.server.host, settings.server.port) as port,
@@ -51,11 +56,19 @@ async def run_supervisor(settings: Settings, log_level: str) -> None:
             settings.server.processes,
             *admin_socket.getsockname()[:2],
         )
-        await _Supervising(settings, keys, port, bus_folder, log_level).run(admin_socket)
+        await _Supervising(settings, source, keys, port, bus_folder, log_level).run(admin_socket)
 
 
 class _Supervising:
-    def __init__(self, settings: Settings, keys: KeyStore, port: int, bus_folder: str, log_level: str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        source: SettingsSource,
+        keys: KeyStore,
+        port: int,
+        bus_folder: str,
+        log_level: str,
+    ) -> None:
         self._settings = settings
         self._keys = keys
         self._port = port
@@ -72,6 +85,7 @@ class _Supervising:
         self._knowledge = build_knowledge(settings, self._router)
         self._ledger = ledger = LedgerServer(Ledger(), self._clock, time.time)
         self._telemetry = Telemetry()
+        self._meter = RateMeter()
         self._supervisor = Supervisor(
             count=settings.server.processes,
             grace_s=settings.server.drain_s + settings.server.grace_s,
@@ -86,8 +100,11 @@ class _Supervising:
             metrics=self._metrics,
             decisions=self._supervisor.decisions,
             unready=lambda: unready(self._router) or self._supervisor.unready(),
+            rates=self._rates,
         )
-        self._control = build_control_plane(settings, self._knowledge, keys, insight)
+        self._control = build_control_plane(
+            settings, self._knowledge, keys, insight, self._telemetry, source, self._knowledge.apply
+        )
 
     async def run(self, admin_socket: socket.socket) -> None:
         admin = make_server(
@@ -96,14 +113,16 @@ class _Supervising:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._supervisor.stop)
+        loop.add_signal_handler(signal.SIGHUP, self._control.reloader.ask)
         spare_collections()
         self._bus.start()
         try:
-            async with self._control.background(self._settings), self._keys.following():
+            async with self._control.background(), self._keys.following():
                 serving = asyncio.create_task(admin.serve([admin_socket]))
                 try:
                     await self._supervisor.run()
                 finally:
+                    self._control.live.close()
                     admin.should_exit = True
                     await serving
         finally:
@@ -117,7 +136,7 @@ class _Supervising:
         views = self._router.replicas()
         return Start(
             process=process,
-            settings=settings_bytes(self._settings),
+            settings=settings_bytes(self._control.reloader.settings),
             host=self._settings.server.host,
             port=self._port,
             bus_folder=self._bus_folder,
@@ -129,8 +148,11 @@ class _Supervising:
         )
 
     def _state(self) -> Mapping[str, bytes]:
-        members = members_of(self._control.registry, self._router)
-        return {"keys": self._keys.ring.encode(), "members": encode(members)}
+        return {
+            "keys": self._keys.ring.encode(),
+            "settings": settings_bytes(self._control.reloader.settings),
+            "members": encode(members_of(self._control.registry, self._router)),
+        }
 
     def _on_processes(self, processes: Sequence[int]) -> None:
         self._router.set_processes(processes, self._clock())
@@ -142,10 +164,17 @@ class _Supervising:
         now = self._clock()
         for message in batch.messages:
             self._router.hear(batch.process, message, now)
+            if isinstance(message, Finished):
+                self._meter.count(message.outcome is Outcome.FAILED, now)
 
     def _tell_open(self) -> list[Message]:
         self._router.drop_silent(self._clock())
         return self._router.open_numbers()
+
+    def _rates(self) -> RequestRates:
+        """By what the processes tell of replicas: tries, rather than requests."""
+        in_flight = sum(view.inflight for view in self._router.replicas())
+        return RequestRates(in_flight, None, *self._meter.per_s(self._clock()))
 
     async def _metrics(self, replicas: Sequence[ReplicaView]) -> bytes:
         merged, now = await self._supervisor.take_metrics(), self._clock()

@@ -42,7 +42,8 @@ class Seen:
 class StubReplica:
     """Serves /v1/models by itself, and every generation by `answer`, which writes raw bytes."""
 
-    def __init__(self, answer: Answer, models: list[str]) -> None:
+    def __init__(self, answer: Answer, models: list[str], host: str = "127.0.0.1") -> None:
+        self.host = host
         self.answer = answer
         self.models = models
         self.card: dict[str, Any] = {}
@@ -50,6 +51,10 @@ class StubReplica:
         self.seen: list[Seen] = []
         self.asked: list[str] = []
         """Paths of all requests."""
+        self.credentials: list[str] = []
+        """Of all requests that had one."""
+        self.health: list[int] = [404]
+        """Statuses of its next answers to /health, the last one for good; 0 for none."""
         self.port = 0
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
@@ -59,7 +64,7 @@ class StubReplica:
         return f"http://127.0.0.1:{self.port}"
 
     async def listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, self.host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -93,11 +98,16 @@ class StubReplica:
         writer: asyncio.StreamWriter,
     ) -> None:
         self.asked.append(path)
+        if "authorization" in headers:
+            self.credentials.append(headers["authorization"])
         if path == "/v1/models":
             models = {"object": "list", "data": [{"id": model, **self.card} for model in self.models]}
             writer.write(response(200, msgspec.json.encode(models)))
         elif path == "/health":
-            writer.write(response(404, b"{}"))
+            status = self.health.pop(0) if len(self.health) > 1 else self.health[0]
+            if not status:
+                await asyncio.Event().wait()
+            writer.write(response(status, b"{}"))
         else:
             seen = Seen(method, path, headers, body)
             self.seen.append(seen)

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -13,18 +14,23 @@ from starlette.types import ASGIApp, Message
 
 from gateway.admin import rest
 from gateway.admin.addresses import Address, Resolve, resolve_host
-from gateway.admin.bodies import DecisionBody, decision_body
+from gateway.admin.bodies import DecisionBody, RequestRates, decision_body
 from gateway.admin.context import AdminContext, Insight
 from gateway.admin.idempotency import Idempotency
+from gateway.admin.live import Live
 from gateway.admin.registry import Registry
+from gateway.admin.replicas import replica_bodies
 from gateway.admin.rest import Endpoint, Needs
 from gateway.admin.routes import ENDPOINTS, admin_app
+from gateway.aliases import Aliases
 from gateway.api_error import ApiError
 from gateway.dispatch import Record
 from gateway.keys import GivenKey, KeyKind, KeyRecord, KeyStoreError
 from gateway.keys.file_storage import FileStorage
 from gateway.keys.opening import open_key_store
-from gateway.settings import Settings, load_settings
+from gateway.model_cards import ModelCards
+from gateway.reload import Plan
+from gateway.settings import Settings, SettingsError, load_settings
 from gateway.telemetry import Telemetry, render
 from router import Candidate, Decision, Outcome, Query, ReplicaView, Router, Trust
 from router.wire import Hello, Load, ReplicaSpec
@@ -32,6 +38,8 @@ from tests.serving import eventually
 
 WALL_OFFSET = 1_800_000_000.0
 WORKER = {"url": "http://127.0.0.1:8101", "model": "m", "epoch": "e1", "credential": "s3cret"}
+
+RATES = RequestRates(3, None, 1.5, 0.0)
 
 KEYLESS = [endpoint for endpoint in ENDPOINTS if endpoint.needs is Needs.NO_KEY]
 KEYED = [endpoint for endpoint in ENDPOINTS if endpoint.needs is not Needs.NO_KEY]
@@ -100,6 +108,13 @@ async def build(folder: Path, settings: Settings | None = None, resolve: Resolve
     explain = Explain()
     records: list[Record] = []
     not_ready: list[str] = []
+    current = settings or Settings()
+    aliases = Aliases(current.aliases)
+
+    async def reload() -> Plan:
+        if not_ready == ["bad settings"]:
+            raise SettingsError(["server.port: too high", "aliases: a loop"])
+        return Plan(current, ("limits.requests_per_minute",), ("server.port",))
 
     async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
         return render(Telemetry().families(3), replicas, now[0])
@@ -108,7 +123,11 @@ async def build(folder: Path, settings: Settings | None = None, resolve: Resolve
         return [decision_body(record, record.decision, WALL_OFFSET) for record in records if record.decision]
 
     context = AdminContext(
-        settings=settings or Settings(),
+        current_settings=lambda: current,
+        reload=reload,
+        cards=ModelCards(),
+        aliases=aliases,
+        live=Live(lambda: (replica_bodies(context), RATES), lambda: now[0], tick_s=0.01),
         keys=keys,
         router=router,
         registry=Registry(
@@ -118,7 +137,7 @@ async def build(folder: Path, settings: Settings | None = None, resolve: Resolve
             start_watch=lambda replica_id, spec: None,
             stop_watch=lambda replica_id: None,
         ),
-        insight=Insight(metrics, decisions, unready=lambda: not_ready[0] if not_ready else None),
+        insight=Insight(metrics, decisions, unready=lambda: not_ready[0] if not_ready else None, rates=lambda: RATES),
         resolve=resolve,
         explain=explain,
         clock=lambda: now[0],
@@ -148,7 +167,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def path_of(endpoint: Endpoint[AdminContext]) -> str:
-    return endpoint.path.replace("{replica_id}", "w1").replace("{key_id}", "abc")
+    return endpoint.path.replace("{replica_id}", "w1").replace("{key_id}", "abc").replace("{worker_id:path}", "w1")
 
 
 # --- who may what: every endpoint there is
@@ -233,7 +252,9 @@ async def test_a_key_in_the_query_or_a_cookie_is_no_key(admin: Admin, endpoint: 
 
 def test_only_these_need_no_key() -> None:
     assert sorted(endpoint.path for endpoint in KEYLESS) == ["/health", "/metrics", "/openapi.json", "/ready"]
-    assert all(endpoint.path.startswith("/admin/v1/") for endpoint in KEYED)
+    assert {endpoint.path for endpoint in KEYED if not endpoint.path.startswith("/admin/v1/")} == {
+        *("/workers", "/workers/{worker_id:path}", "/list_workers", "/add_worker", "/remove_worker")
+    }
 
 
 @pytest.mark.parametrize(
@@ -396,15 +417,39 @@ async def test_a_worker_registers_beats_and_says_goodbye(admin: Admin) -> None:
 async def test_the_log_tells_what_changed_and_not_each_heartbeat(
     admin: Admin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "warmpath.rest")
+    caplog.set_level(logging.INFO, "warmpath.audit")
 
     await admin.register()
     await admin.call("POST", "/admin/v1/replicas/w1/heartbeat", "join", json={"epoch": "e1"})
     await admin.call("HEAD", "/admin/v1/replicas", "admin")
+    await admin.call("POST", "/admin/v1/replicas/a%0Ab%22/drain", "admin", json={})
+    await admin.call("POST", "/add_worker?url=http://user:s3cret@127.0.0.1:8100", "admin")
+    await admin.call("POST", "/admin/v1/keys", "client", json={"name": "x"})
     await admin.call("DELETE", "/admin/v1/replicas/w1", "join")
 
-    told = [message.rpartition(" by ")[0] for message in caplog.messages]
-    assert told == ["PUT /admin/v1/replicas/w1", "DELETE /admin/v1/replicas/w1"]
+    told = [json.loads(message) for message in caplog.messages]
+    join, operator = (
+        next(record for record in admin.context.keys.ring.records() if record.kind == kind)
+        for kind in ("join", "admin")
+    )
+    assert told == [
+        audited(join, "PUT /admin/v1/replicas/{replica_id}", {"replica_id": "w1"}, 200),
+        audited(
+            operator,
+            "POST /admin/v1/replicas/{replica_id}/drain",
+            {"replica_id": 'a\nb"'},
+            404,
+            code="replica_not_found",
+        ),
+        audited(operator, "POST /add_worker", {}, 400),
+        audited(join, "DELETE /admin/v1/replicas/{replica_id}", {"replica_id": "w1"}, 200),
+    ]
+    assert "s3cret" not in caplog.text
+    assert all("\n" not in message for message in caplog.messages)
+
+
+def audited(key: KeyRecord, action: str, target: dict[str, str], status: int, **more: str) -> dict[str, object]:
+    return {"key_id": key.id, "key_kind": key.kind, "action": action, "target": target, "status": status, **more}
 
 
 async def test_a_registered_replica_is_shown_whole_but_without_its_credential(admin: Admin) -> None:
@@ -561,7 +606,7 @@ async def test_an_id_cannot_be_taken_over(admin: Admin) -> None:
     admin.keys["other"] = (await admin.context.keys.create("join", name="other"))[1]
 
     taken = await admin.register(key="other")
-    moved = await admin.register(url="http://127.0.0.1:8102", epoch="e2")
+    moved = await admin.register(url="http://127.0.0.1:8102")
     beat = await admin.call("POST", "/admin/v1/replicas/w1/heartbeat", "other", json={"epoch": "e1"})
     gone = await admin.call("DELETE", "/admin/v1/replicas/w1", "other")
 
@@ -636,6 +681,108 @@ async def test_an_unknown_replica_is_404(admin: Admin, method: str, path: str, b
     answer = await admin.call(method, f"/admin/v1/replicas/nobody{path}", json=body)
 
     assert (answer.status_code, error_of(answer)["code"]) == (404, "replica_not_found")
+
+
+async def test_what_did_not_change_looks_the_same_although_clocks_are_never_read_at_once(admin: Admin) -> None:
+    await admin.register()
+    shaky = dataclasses.replace(admin.context, wall_clock=lambda: admin.now[0] + WALL_OFFSET + 3e-6)
+
+    assert replica_bodies(shaky) == replica_bodies(admin.context)
+
+
+async def test_an_operator_adds_a_server_that_stays(admin: Admin) -> None:
+    added = await admin.call(
+        "POST", "/admin/v1/replicas", json={"url": "http://127.0.0.1:8100", "credential": "s3cret"}
+    )
+    again = await admin.call("POST", "/admin/v1/replicas", json={"url": "http://127.0.0.1:8100"})
+    outside = await admin.call("POST", "/admin/v1/replicas", json={"url": "http://10.0.0.1:8100"})
+    odd = await admin.call("POST", "/admin/v1/replicas", json={"url": "http://127.0.0.1:8101", "id": "../x"})
+
+    assert added.status_code == 201
+    assert (added.json()["id"], added.json()["kind"], added.json()["lease_expires"]) == (
+        "127-0-0-1-8100",
+        "openai",
+        None,
+    )
+    assert "s3cret" not in added.text
+    assert [(answer.status_code, error_of(answer)["code"]) for answer in (again, outside, odd)] == [
+        (409, "replica_conflict"),
+        (400, "address_not_allowed"),
+        (400, "invalid_value"),
+    ]
+
+
+async def test_an_operator_ends_a_models_service_only_on_purpose(admin: Admin) -> None:
+    for replica_id in ("w1", "w2"):
+        await admin.register(replica_id)
+        admin.context.router.set_health(replica_id, True, now=100.0)
+    await admin.register("other", url="http://127.0.0.1:8102", model="n")
+    admin.context.router.set_health("other", True, now=100.0)
+
+    first = await admin.call("DELETE", "/admin/v1/replicas/w1")
+    last = await admin.call("DELETE", "/admin/v1/replicas/w2")
+    forced = await admin.call("DELETE", "/admin/v1/replicas/w2?force=true")
+    goodbye = await admin.call("DELETE", "/admin/v1/replicas/other", "join")
+
+    assert first.status_code == 200
+    assert (last.status_code, error_of(last)["code"]) == (409, "last_replica")
+    assert (forced.status_code, goodbye.status_code) == (200, 200)
+
+
+async def test_a_replica_that_is_down_may_go_although_it_is_the_last(admin: Admin) -> None:
+    await admin.register()
+
+    assert (await admin.call("DELETE", "/admin/v1/replicas/w1")).status_code == 200
+
+
+async def test_a_reload_says_what_changed_or_every_fault(admin: Admin) -> None:
+    good = await admin.call("POST", "/admin/v1/reload")
+    admin.not_ready.append("bad settings")
+    bad = await admin.call("POST", "/admin/v1/reload")
+
+    assert good.json() == {"changed": ["limits.requests_per_minute"], "needs_restart": ["server.port"]}
+    error = error_of(bad)
+    assert (bad.status_code, error["code"]) == (400, "invalid_settings")
+    assert "server.port: too high" in error["message"]
+    assert "aliases: a loop" in error["message"]
+
+
+async def test_a_model_shows_its_pool(admin: Admin) -> None:
+    await admin.register()
+    await admin.register("w2")
+    admin.context.router.set_health("w2", True, now=100.0)
+    load = Load(
+        seq=0,
+        ts=0.0,
+        waiting=4,
+        waiting_uncached_tokens=30,
+        running=2,
+        kv_used_blocks=40,
+        prefill_tok_s=900.0,
+        step_ms=5.0,
+        prompt_tokens_total=1000,
+        cached_tokens_total=600,
+        generated_tokens_total=70,
+    )
+    admin.context.router.apply("w2", load, now=100.0)
+
+    (model,) = (await admin.call("GET", "/admin/v1/models")).json()["models"]
+
+    assert model == {
+        "model": "m",
+        "revision": "",
+        "aliases": [],
+        "key_space": "tokens",
+        "block_size": 16,
+        "tokenizer_digest": "",
+        "max_model_len": None,
+        "replicas": 2,
+        "healthy": 1,
+        "inflight": 0,
+        "promised_tokens": 0,
+        "waiting": 4,
+        "hit_rate": 0.6,
+    }
 
 
 # --- keys
@@ -989,14 +1136,18 @@ async def test_head_is_get_without_a_body(admin: Admin) -> None:
 # --- the document
 
 
+def documented(endpoint: Endpoint[AdminContext]) -> str:
+    return endpoint.path.replace(":path}", "}")
+
+
 async def test_the_document_describes_every_endpoint_and_only_those(admin: Admin) -> None:
     document = (await admin.call("GET", "/openapi.json", key=None)).json()
 
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    assert described == {(endpoint.method, endpoint.path) for endpoint in ENDPOINTS}
+    assert described == {(endpoint.method, documented(endpoint)) for endpoint in ENDPOINTS}
     assert document["info"]["version"] == "1.2.3"
     for endpoint in ENDPOINTS:
-        operation = document["paths"][endpoint.path][endpoint.method.lower()]
+        operation = document["paths"][documented(endpoint)][endpoint.method.lower()]
         assert ("security" in operation) == (endpoint.needs is not Needs.NO_KEY)
         assert ("requestBody" in operation) == (endpoint.body is not None)
         assert set(operation["responses"]) == {str(endpoint.status), "default"}

@@ -146,19 +146,109 @@ def test_a_restart_in_place_is_watched_anew_with_its_new_credential() -> None:
     assert fleet.view("w1").spec.epoch == "e2"
 
 
-def test_a_live_id_stays_at_its_address_until_its_lease_is_over() -> None:
+def test_a_live_id_does_not_move_within_an_epoch() -> None:
     fleet = Fleet()
     fleet.registry.put("w1", SPEC, WORKER, now=0.0)
-    moved = spec(url="http://127.0.0.1:8102", epoch="e2")
+    twin = spec(url="http://127.0.0.1:8102")
     with pytest.raises(ReplicaConflict):
-        fleet.registry.put("w1", moved, WORKER, now=1.0)
+        fleet.registry.put("w1", twin, WORKER, now=1.0)
     with pytest.raises(ReplicaConflict):
-        fleet.registry.put("w1", moved, OPERATOR, now=1.0)
+        fleet.registry.put("w1", twin, OPERATOR, now=1.0)
 
     fleet.registry.expire(now=15.0)
-    fleet.registry.put("w1", moved, WORKER, now=15.0)
+    fleet.registry.put("w1", twin, WORKER, now=15.0)
 
     assert fleet.view("w1").spec.url == "http://127.0.0.1:8102"
+
+
+def test_a_replica_that_moved_with_a_new_epoch_replaces_itself_at_once() -> None:
+    fleet = Fleet()
+    fleet.registry.put("w1", SPEC, WORKER, now=0.0)
+    fleet.router.set_health("w1", True, 0.0)
+    fleet.registry.drain("w1", 30.0, now=0.5)
+    moved = spec(url="http://127.0.0.1:8102", epoch="e2")
+    with pytest.raises(ReplicaConflict):
+        fleet.registry.put("w1", moved, OTHER, now=1.0)
+
+    fleet.registry.put("w1", moved, WORKER, now=1.0)
+
+    view = fleet.view("w1")
+    assert (view.spec.url, view.healthy, view.draining) == ("http://127.0.0.1:8102", False, False)
+    assert fleet.watch.watched["w1"].url == "http://127.0.0.1:8102"
+    with pytest.raises(UnknownReplica):
+        fleet.registry.beat("w1", "e1", WORKER, now=2.0)  # the process before is nobody any more
+
+
+def test_an_operators_replica_has_no_lease_and_stays_until_it_is_removed() -> None:
+    fleet = Fleet()
+    by_hand = ReplicaSpec(url="http://127.0.0.1:8200", model="", kind="openai")
+    fleet.registry.add_by_hand("h1", by_hand, OPERATOR, now=0.0)
+
+    fleet.registry.expire(now=1e6)
+    with pytest.raises(ReplicaConflict, match="operator"):
+        fleet.registry.put("h1", SPEC, WORKER, now=1e6)
+    with pytest.raises(ReplicaConflict):
+        fleet.registry.add_by_hand("h1", by_hand, OPERATOR, now=1e6)
+    with pytest.raises(InvalidReplica):
+        fleet.registry.add_by_hand("h2", msgspec.structs.replace(by_hand, model="../m"), OPERATOR, now=1e6)
+
+    assert fleet.registry.lease("h1") is None
+    fleet.registry.remove("h1", OPERATOR)
+    assert (fleet.ids(), fleet.watch.watched) == ([], {})
+
+
+STATIC = ReplicaSpec(url="http://10.0.0.1:8000", model="n", kind="openai")
+
+
+def test_other_settings_change_only_the_replicas_that_are_different() -> None:
+    fleet = Fleet()
+    moved = msgspec.structs.replace(STATIC, url="http://10.0.0.9:8000")
+    fleet.registry.set_static({"s1": STATIC, "s2": STATIC, "s3": STATIC}, now=0.0)
+    fleet.registry.put("w1", SPEC, WORKER, now=0.0)
+    for replica_id in ("s1", "s2", "w1"):
+        fleet.router.set_health(replica_id, True, 0.0)
+    wanted = {"s1": STATIC, "s2": moved, "s4": STATIC}
+    assert fleet.registry.faults_of(wanted) == []
+
+    fleet.registry.set_static(wanted, now=1.0)
+
+    assert fleet.ids() == ["s1", "s2", "s4", "w1"]
+    assert sorted(fleet.watch.watched) == ["s1", "s2", "s4", "w1"]
+    assert [fleet.view(name).healthy for name in ("s1", "s2", "w1")] == [True, False, True]
+    assert fleet.view("s2").spec.url == "http://10.0.0.9:8000"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"w1": STATIC}, "taken"),
+        ({"s9": msgspec.structs.replace(STATIC, model="m")}, "does not fit"),
+        ({"s9": STATIC, "s8": msgspec.structs.replace(STATIC, kind="warmpath")}, "one kind"),
+        ({f"s{number}": STATIC for number in range(1024)}, "1024"),
+    ],
+)
+def test_replicas_that_cannot_be_are_told_before_anything_changes(wanted: dict[str, ReplicaSpec], why: str) -> None:
+    fleet = Fleet()
+    fleet.registry.set_static({"s1": STATIC}, now=0.0)
+    fleet.registry.put("w1", SPEC, WORKER, now=0.0)
+
+    faults = fleet.registry.faults_of(wanted)
+
+    assert any(why in fault for fault in faults)
+    assert fleet.ids() == ["s1", "w1"]
+
+
+def test_a_model_may_change_its_kind_when_all_its_static_replicas_do() -> None:
+    fleet = Fleet()
+    fleet.registry.set_static({"s1": STATIC}, now=0.0)
+    own = msgspec.structs.replace(STATIC, kind="warmpath")
+
+    assert fleet.registry.faults_of({"s1": own, "s2": own}) == []
+    fleet.registry.set_static({"s1": own, "s2": own}, now=1.0)
+
+    pool = fleet.router.pool("n")
+    assert pool is not None
+    assert pool.key_space == "tokens"
 
 
 def test_an_id_belongs_to_the_credential_that_registered_it() -> None:

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import httpx
 import pytest
 
+from gateway.health import ProbeRules
 from gateway.model_cards import ModelCards
 from gateway.prepare import Prompters
 from gateway.upstream.contract import UpstreamResponse
@@ -18,7 +20,7 @@ from gateway.watch import Watcher
 from router import ReplicaView, Router, Trust
 from router.prompt import TokenizerFiles
 from router.wire import ReplicaSpec
-from tests.gateway.stub import says, stub
+from tests.gateway.stub import MODEL, StubReplica, says, stub
 from tests.replicas import CREDENTIAL, Replica, running, simulated_engine
 from tests.serving import eventually
 
@@ -30,7 +32,14 @@ class Watched:
         self.router = Router()
         self.upstream = Http1Upstream()
         self.prompters = Prompters()
-        self.watcher = Watcher(self.router, self.upstream, self.prompters, ModelCards(), clock=time.monotonic)
+        self.watcher = Watcher(
+            self.router,
+            self.upstream,
+            self.prompters,
+            ModelCards(),
+            clock=time.monotonic,
+            probes=ProbeRules(every_s=0.02, timeout_s=5.0),
+        )
 
     def watch(self, spec: ReplicaSpec, replica_id: str = "r") -> None:
         self.router.add(replica_id, spec, time.monotonic())
@@ -132,8 +141,65 @@ async def test_a_foreign_replica_is_healthy_by_its_list_of_models_and_named_by_i
         assert watched.view.trust is Trust.LEARNING
 
 
-async def test_a_foreign_replica_that_is_gone_is_down(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.watch._PROBE_EVERY_S", 0.05)
+async def test_a_foreign_replica_without_the_model_it_was_registered_with_gets_nothing(watched: Watched) -> None:
+    async with stub(says("hi"), models=["another"]) as replica:
+        watched.watch(ReplicaSpec(url=replica.url, model="m", kind="openai"))
+        await watched.until(lambda view: "does not list" in view.mismatch)
+        assert not watched.view.healthy
+
+        replica.models = ["m"]
+
+        await watched.until(lambda view: view.healthy and not view.mismatch)
+
+
+async def test_one_bad_answer_in_between_moves_no_traffic_and_three_in_a_row_do(watched: Watched) -> None:
+    async with stub(says("hi")) as replica:
+        replica.health = [200]
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
+        await watched.until(lambda view: view.healthy)
+        replica.health = [503, 503, 200] * 20
+        await eventually(lambda: len(replica.health) <= 1)
+        assert watched.watcher.transitions == {(MODEL, "up"): 1}
+
+        replica.health = [503]
+        await watched.until(lambda view: not view.healthy)
+        replica.health = [200]
+        await watched.until(lambda view: view.healthy)
+
+        assert watched.watcher.transitions == {(MODEL, "up"): 2, (MODEL, "down"): 1}
+
+
+async def test_a_health_check_that_hangs_is_a_bad_answer(watched: Watched) -> None:
+    watched.watcher.configure(ProbeRules(every_s=0.02, timeout_s=0.05, fall=1))
+    async with stub(says("hi")) as replica:
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
+        await watched.until(lambda view: view.healthy)
+
+        replica.health = [0]
+
+        await watched.until(lambda view: not view.healthy)
+
+
+async def test_a_probe_follows_no_redirect(watched: Watched) -> None:
+    async with stub(says("hi")) as replica:
+        replica.health = [302]
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
+
+        await eventually(lambda: replica.asked.count("/health") > 2)
+
+        assert set(replica.asked) == {"/health"}
+        assert not watched.view.healthy
+
+
+async def test_probes_carry_the_replicas_credential(watched: Watched) -> None:
+    async with stub(says("hi")) as replica:
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai", credential="s3cret"))
+        await eventually(lambda: "/health" in replica.asked)
+
+        assert set(replica.credentials) == {"Bearer s3cret"}
+
+
+async def test_a_foreign_replica_that_is_gone_is_down(watched: Watched) -> None:
     async with stub(says("hi")) as replica:
         watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
         await watched.until(lambda view: view.healthy)
@@ -141,10 +207,34 @@ async def test_a_foreign_replica_that_is_gone_is_down(watched: Watched, monkeypa
     await watched.until(lambda view: not view.healthy)
 
 
-async def test_a_foreign_replica_that_does_not_fit_is_asked_again(
+async def test_a_name_that_points_elsewhere_later_is_followed(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.watch._FIRST_RETRY_S", 0.005)
+    """A replica of the settings is called by name, so each new connection asks again where that is."""
+    loop = asyncio.get_running_loop()
+    resolve = loop.getaddrinfo
+    addresses = {"replica.test": "127.0.0.1"}
+
+    async def by_table(host: str, port: int, **how: Any) -> Any:
+        return await resolve(addresses.get(host, host), port, **how)
+
+    monkeypatch.setattr(loop, "getaddrinfo", by_table)
+    async with stub(says("old")) as old:
+        port = old.port
+        watched.watch(ReplicaSpec(url=f"http://replica.test:{port}", model="", kind="openai"))
+        await watched.until(lambda view: view.healthy)
+    await watched.until(lambda view: not view.healthy)
+    new = StubReplica(says("new"), [MODEL], host="127.0.0.2")
+    new.port = port
+    await new.listen()
+    try:
+        addresses["replica.test"] = "127.0.0.2"
+        await watched.until(lambda view: view.healthy)
+    finally:
+        await new.stop()
+
+
+async def test_a_foreign_replica_that_does_not_fit_is_asked_again(watched: Watched) -> None:
     async with stub(says("hi"), models=["simulated"]) as foreign, worker() as own:
         watched.watch(spec_of(own.base_url), "own")
         watched.watch(ReplicaSpec(url=foreign.url, model="", kind="openai"))
@@ -161,7 +251,6 @@ async def test_a_dead_replica_is_told_of_once_each_time_it_dies(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("gateway.watch._FIRST_RETRY_S", 0.005)
-    monkeypatch.setattr("gateway.watch._PROBE_EVERY_S", 0.05)
     asked: list[str] = []
     get = watched.watcher._get
 

@@ -26,8 +26,8 @@ BLOCKS = 8
 
 
 def names_of(number: int) -> list[BlockName]:
-    """As good as hashes: odd multiples of the golden ratio's bits."""
-    return [BlockName((number * BLOCKS + place) * 0x9E3779B97F4A7C15 & (2**64 - 1)) for place in range(BLOCKS)]
+    """As good as hashes: odd multiples of the golden ratio's bits. All of them name smallest chunks (`router.blocks`)."""
+    return [BlockName(((number * BLOCKS + place) * 0x9E3779B97F4A7C15 & (2**64 - 1)) >> 5) for place in range(BLOCKS)]
 
 
 def send_unique(router: Router, first: int, count: int) -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router import RoutingSettings
+from router import Query, RoutingSettings, chunk_names
 from router.index import ENTRY_BYTES
 from tests.router.bench_memory import BLOCKS, entry_bytes, send_unique
-from tests.router.fleets import decide, foreign_fleet, query, tokens
+from tests.router.fleets import ROOT, decide, foreign_fleet
 
 
 @pytest.mark.parametrize("events", [True, False])
@@ -45,8 +45,8 @@ def test_what_was_used_least_recently_anywhere_goes_first(sent: list[tuple[int, 
     others = {number: [f"r{other}" for other in range(3) if other != number] for number in range(3)}
     model: OrderedDict[tuple[int, int], None] = OrderedDict()
     for now, (replica, prompt) in enumerate(sent):
-        asked = query(tokens(prompt, 4 * 64 + 1), exclude=others[replica])
-        asked = type(asked)(model="m", names=asked.names[:4], num_tokens=asked.num_tokens, exclude=asked.exclude)
+        names = chunk_names(b"%04d" % prompt * 256, ROOT)
+        asked = Query(model="m", names=names, num_tokens=257, num_bytes=1024, exclude=frozenset(others[replica]))
         router.begin(decide(router, asked, float(now)), asked, "x", float(now))
         model[replica, prompt] = None
         model.move_to_end((replica, prompt))
@@ -58,7 +58,7 @@ def test_what_was_used_least_recently_anywhere_goes_first(sent: list[tuple[int, 
         for replica in range(3)
         for prompt in range(10)
         if router._pools["m"]
-        .index.match(query(tokens(prompt, 4 * 64 + 1)).names[:4])
+        .index.match(chunk_names(b"%04d" % prompt * 256, ROOT))
         .get(router._replicas[f"r{replica}"].holding.slot)
     }
     assert held == set(model)

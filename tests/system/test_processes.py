@@ -104,12 +104,14 @@ def serving_processes(
     environment = {"WARMPATH_ADMIN__KEY": ADMIN_KEY, "WARMPATH_ADMIN__JOIN_TOKEN": JOIN_TOKEN, **env}
     ports = ("--port", str(port), "--admin-port", str(admin_port), "--processes", str(processes))
     state, log = folder / f"state-{port}", folder / f"gateway-{port}.log"
+    config = folder / f"gateway-{port}.yaml"
+    config.touch()
     if secrets_of is not None:
         state.mkdir(mode=0o700)
         shutil.copy(secrets_of / "secrets.json", state)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [WARMPATH, "serve", *ports, "--state-dir", str(state)],
+            [WARMPATH, "serve", *ports, "--state-dir", str(state), "--config", str(config)],
             cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -242,6 +244,44 @@ async def test_what_an_operator_changes_holds_in_every_process_at_once(served: S
                 admin.patch(f"/replicas/{replica}", json={"cordoned": False}).raise_for_status()
 
     assert {_replica(answer) for answer in answers} == {"r-2"}
+
+
+async def test_settings_that_change_are_in_force_in_every_process_at_once(served: Served) -> None:
+    config = served.state.with_name(served.state.name.replace("state", "gateway") + ".yaml")
+    try:
+        config.write_text("aliases: {gpt: simulated}")
+        with served.admin as admin:
+            changed = admin.post("/reload").json()
+        async with served.client() as client:
+            known = await asyncio.gather(*(complete(client, f"alias {n}", model="gpt") for n in range(24)))
+            config.write_text("aliases: {}\nno_such_group: {}")
+            with served.admin as admin:
+                refused = admin.post("/reload")
+            still = await asyncio.gather(*(complete(client, f"alias {n}", model="gpt") for n in range(24)))
+    finally:
+        config.write_text("")
+        with served.admin as admin:
+            admin.post("/reload").raise_for_status()
+
+    assert changed == {"changed": ["aliases"], "needs_restart": []}
+    assert refused.status_code == 400
+    assert {answer.status_code for answer in [*known, *still]} == {200}
+    assert served.metrics()['warmpath_config_reloads_total{result="bad"}'] >= 1
+
+
+async def test_a_dashboard_sees_what_all_processes_do(served: Served) -> None:
+    url, headers = f"{served.admin_url}/admin/v1/events", {"authorization": f"Bearer {ADMIN_KEY}"}
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=20) as watcher,
+        served.client() as client,
+        watcher.stream("GET", url, headers=headers) as events,
+    ):
+        lines = events.aiter_lines()
+        await asyncio.gather(*(complete(client, f"live {n}", max_tokens=64) for n in range(24)))
+        async with asyncio.timeout(20):
+            async for line in lines:
+                if line.startswith("data: ") and json.loads(line.removeprefix("data: "))["requests"]["per_s"]:
+                    break
 
 
 async def test_a_burst_of_one_new_prefix_goes_to_one_replica(served: Served) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,3 +189,34 @@ def _run(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[st
     return subprocess.run(
         [WARMPATH, *args], cwd=folder, capture_output=True, text=True, timeout=30, env={**os.environ, **env}
     )
+
+
+def test_a_signal_has_the_settings_read_again_and_a_dashboard_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    config, (port, admin_port) = tmp_path / "warmpath.yaml", free_ports(2)
+    key = "wpa-operator-" + "s" * 32
+    config.write_text("aliases: {a: one}")
+    command = [WARMPATH, "serve", "--config", str(config), "--port", str(port), "--admin-port", str(admin_port)]
+    with (
+        process(*command, folder=tmp_path, WARMPATH_ADMIN__KEY=key) as running,
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{admin_port}", headers={"authorization": f"Bearer {key}"}, trust_env=False
+        ) as admin,
+    ):
+        wait_until(lambda: _answers(f"http://127.0.0.1:{admin_port}/health"), 15, "the gateway starts")
+
+        config.write_text("aliases: {a: two}")
+        running.send_signal(signal.SIGHUP)
+        wait_until(
+            lambda: admin.get("/admin/v1/config").json()["aliases"] == {"a": "two"}, 10, "the settings are in force"
+        )
+
+        with admin.stream("GET", "/admin/v1/events", timeout=20) as events:
+            lines = events.iter_lines()
+            assert next(lines) == "event: state"
+            running.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            for _ in lines:
+                pass
+        running.wait(10)
+        assert running.returncode == 0
+        assert time.monotonic() - began < 10, "less than the grace of running answers"
