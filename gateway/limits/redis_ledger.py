@@ -7,10 +7,8 @@ and no time, since hosts' clocks differ.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import resources
 from typing import Any, Final
@@ -23,7 +21,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gateway.limits.ledger import HOLD_S, Granted, Limit, Refused
-from gateway.limits.link import LedgerUnavailable, Post
+from gateway.limits.link import LedgerUnavailable, Post, patience
 
 __all__ = ["RedisLedger", "counter_key", "ledger_script"]
 
@@ -82,9 +80,9 @@ class RedisLedger:
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
             max_connections=_CONNECTIONS,
-            timeout=deadline_s,
+            timeout=None,  # for all of a call there is one deadline
             retry=Retry(NoBackoff(), 0),
-            socket_connect_timeout=deadline_s,
+            socket_connect_timeout=None,
             # What else a new connection would say costs round trips, for nothing that is used here.
             protocol=2,
             driver_info=None,
@@ -137,7 +135,7 @@ class RedisLedger:
 
     async def _run(self, keys: list[str], arguments: list[str | int | float]) -> Any:
         try:
-            async with _deadline(self._deadline_s):
+            async with patience(self._deadline_s):
                 try:
                     return await self._call(keys, arguments)
                 except ResponseError as error:
@@ -163,20 +161,6 @@ class RedisLedger:
 
     async def _drop_connections(self) -> None:
         await self._redis.connection_pool.disconnect(inuse_connections=False)
-
-
-@contextlib.asynccontextmanager
-async def _deadline(seconds: float) -> AsyncIterator[None]:
-    """In two halves, between which the event loop reads what has come: else, where it was held up for longer than the deadline,
-    an answer that is there already would be too late.
-    """
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(None) as timeout:
-        timer = loop.call_later(seconds / 2, lambda: timeout.reschedule(loop.time() + seconds / 2))
-        try:
-            yield
-        finally:
-            timer.cancel()
 
 
 def _is_odd(message: str) -> bool:

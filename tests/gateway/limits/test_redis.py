@@ -196,6 +196,24 @@ async def test_an_answer_that_came_while_the_loop_was_held_up_is_no_outage(serve
     await link.aclose()
 
 
+async def test_a_loop_that_is_slow_all_the_time_finds_its_answers(server: RedisServer) -> None:
+    link = RedisLedger(server.url, deadline_s=0.02)
+    server.call("FLUSHALL")
+
+    async def work() -> None:
+        while True:
+            time.sleep(0.015)  # noqa: ASYNC251 - what is tested
+            await asyncio.sleep(0)
+
+    working = asyncio.create_task(work())
+    try:
+        assert isinstance(await link.acquire("a", [REQUESTS], [1], [0]), Granted)
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        await link.aclose()
+
+
 class _FailsAtTheSecond(RedisLedger):
     sent = 0
 
