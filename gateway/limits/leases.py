@@ -5,7 +5,8 @@ leases a slice, a twentieth of its share, and spends it by itself: a request who
 synchronous call. All that a request lacks is fetched in *one* trip, for which what is here already is set aside.
 
 A slice of a window lives a second and counts as if it were spent at its end, so every minute is exact; what is unspent then
-goes back. Leased parallel slots and parts of budgets go back when nobody used them for a second.
+goes back. Leased parallel slots and parts of budgets go back when nobody used them for a second; slots beyond a slice that have
+become free, at the next tick.
 
 While the ledger does not answer, each process decides by itself, by its share of every limit, and says so (`is_local`). Who
 finds out waits for the link's deadline; after that no request does: the ledger is tried in the background, once a second. A
@@ -28,7 +29,7 @@ import msgspec
 
 from gateway.limits.ledger import LEASE_BUCKETS, LEASE_S, Change, Granted, Limit, Measure, Refused
 from gateway.limits.limiter import LocalLimiter
-from gateway.limits.link import LedgerLink, LedgerUnavailable, Post
+from gateway.limits.link import LedgerLink, LedgerUnavailable, Post, patience
 from gateway.limits.reservation import Reservation
 from gateway.limits.rules import Amounts
 
@@ -42,11 +43,8 @@ _RENEW_EVERY_S: Final = 5.0
 _RETRY_EVERY_S: Final = 1.0
 _REFUSED_FOR_S: Final = 0.1
 """How long a refusal is believed without asking again: refunds may come at any time."""
-_MOST_TRIPS: Final = 8
-"""At once. More would only wait at the ledger, which takes one after the other, while their deadlines run: somebody's burst
-would look like an outage, and cost everybody else."""
 _TURN_S: Final = 0.5
-"""How long a request may wait until fewer are under way: a ledger that is so slow is as good as away."""
+"""How long a request may wait until fewer trips are under way: a ledger that is so slow is as good as away."""
 _MOST_DEAD: Final = 16
 """Lives, of a second or more each, that a ledger may still believe in: older ones it has forgotten by itself."""
 _MOST_UNTOLD: Final = 1 << 16
@@ -141,7 +139,7 @@ class LeasingLimiter:
         """Corrections that the ledger does not know yet, by counter and bucket."""
         self._refused: dict[str, tuple[float, Refused]] = {}
         self._trips: set[asyncio.Task[Reservation | Refused]] = set()
-        self._turns = asyncio.Semaphore(_MOST_TRIPS)
+        self._turns = asyncio.Semaphore(link.most_calls)
         self._telling: asyncio.Task[None] | None = None
         self._renew_at = 0.0
         self._retry_at = 0.0
@@ -197,12 +195,12 @@ class LeasingLimiter:
 
     async def _in_turn(self, limits: Sequence[Limit], amounts: Amounts) -> Reservation | Refused:
         if self._turns.locked():
-            life = self._life
             try:
-                async with asyncio.timeout(_TURN_S):
+                async with patience(_TURN_S):
                     await self._turns.acquire()
             except TimeoutError:
-                self._lost(LedgerUnavailable("timeout", was_sent=False), life)
+                if not self.is_local:
+                    self._lost(LedgerUnavailable("timeout", was_sent=False), self._life)
                 return self._fallback.try_reserve(limits, amounts)
         else:
             await self._turns.acquire()
@@ -313,10 +311,12 @@ class LeasingLimiter:
                 self._tell(limit.counter, limit.measure, 0, used[measure] - reserved[measure], bucket)
             elif measure == Measure.PARALLEL and (pool := self._known_pool(limit)) is not None and not self.is_local:
                 pool.used_at = self._clock()
-                if pool.slices:
-                    pool.slices[0].units += 1
-                else:
+                if not pool.slices:
                     pool.slices.append(_Slice(1, 0, math.inf))
+                elif pool.slices[0].units < self._slice(limit):
+                    pool.slices[0].units += 1
+                else:  # another process may lack what lies here
+                    self._release(limit, 1)
             else:
                 self._hold(limit, -reserved[measure])
                 self._tell(

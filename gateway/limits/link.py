@@ -53,6 +53,10 @@ class Post(msgspec.Struct, frozen=True, array_like=True, tag="post"):
 
 
 class LedgerLink(Protocol):
+    most_calls: int
+    """Of `acquire` at once. More would only wait at the ledger, which takes one after the other, while their deadlines run:
+    somebody's burst would look like an outage, and cost everybody else."""
+
     async def acquire(
         self, holder: str, limits: Sequence[Limit], amounts: Sequence[int], extras: Sequence[int]
     ) -> Granted | Refused:
@@ -130,6 +134,8 @@ class LedgerServer:
 
 class RemoteLedger:
     """A data process's side."""
+
+    most_calls = 64
 
     def __init__(
         self,

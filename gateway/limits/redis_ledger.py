@@ -67,6 +67,9 @@ def counter_key(counter: str) -> str:
 class RedisLedger:
     """A `LedgerLink`."""
 
+    most_calls = 8
+    """Each takes a connection, and a new one takes longer than a call."""
+
     def __init__(
         self, url: str, *, deadline_s: float = _DEADLINE_S, hold_s: float = HOLD_S, script: str | None = None
     ) -> None:

@@ -31,6 +31,8 @@ def limit(measure: Measure, most: int, name: str = "key:a") -> Limit:
 class Link:
     """To a supervisor in the same process; counts trips, and fails or waits as a test wants."""
 
+    most_calls = 8
+
     def __init__(self, server: LedgerServer, process: str) -> None:
         async def call(message: bytes) -> bytes:
             return server.handle(process, message)
@@ -397,6 +399,20 @@ async def end(fleet: Fleet) -> None:
 
     held = {counted.counter: fleet.used(counted) for choice in CHOICES for counted in choice}
     assert {name: amount for name, amount in held.items() if amount and name.endswith("parallel")} == {}
+
+
+async def test_slots_that_many_requests_left_are_there_for_another_process_at_once() -> None:
+    fleet = Fleet(2)
+    slots = [limit(Measure.PARALLEL, 400)]
+    taken = [await fleet.take(0, slots) for _ in range(390)]
+    for verdict in taken:
+        assert isinstance(verdict, Reservation)
+        verdict.end(ANSWERED)
+    await fleet.wait(0.25)
+
+    verdicts = [await fleet.take(1, slots) for _ in range(380)]
+
+    assert sum(isinstance(verdict, Reservation) for verdict in verdicts) == 380
 
 
 class TestBursts:
