@@ -18,14 +18,20 @@ from gateway.admin.context import AdminContext
 from gateway.admin.insight import INSIGHT_ENDPOINTS
 from gateway.admin.key_routes import KEY_ENDPOINTS
 from gateway.admin.replicas import REPLICA_ENDPOINTS
-from gateway.admin.rest import Call, Endpoint, Needs, openapi, rest_app
+from gateway.admin.rest import Call, Endpoint, rest_app
+from gateway.api_document import Needs, openapi
 from gateway.authentication import Authenticator
+from gateway.public_operations import PUBLIC_OPERATIONS
 
 __all__ = ["ENDPOINTS", "admin_app"]
 
 
 async def _openapi(context: AdminContext, call: Call) -> dict[str, Any]:
     return openapi(ENDPOINTS, title="Warmpath admin API", version=context.version)
+
+
+async def _public_openapi(context: AdminContext, call: Call) -> dict[str, Any]:
+    return openapi(PUBLIC_OPERATIONS, title="Warmpath", version=context.version)
 
 
 ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
@@ -39,6 +45,14 @@ ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.NO_KEY,
         summary="This document",
         handle=_openapi,
+        answer=dict[str, Any],
+    ),
+    Endpoint(
+        method="GET",
+        path="/openapi/public.json",
+        needs=Needs.NO_KEY,
+        summary="The document of what clients call, on the other listener",
+        handle=_public_openapi,
         answer=dict[str, Any],
     ),
 )

@@ -281,6 +281,37 @@ async def test_good_settings_take_effect_at_once_and_what_is_known_stays(tmp_pat
         assert {(await running.chat()).json()["choices"][0]["message"]["content"] for _ in range(3)} == {"two"}
 
 
+async def test_keys_of_the_settings_come_and_go(tmp_path: Path) -> None:
+    old, new = (f"wp-{name}-{name * 10}" for name in ("oldkey", "newkey"))
+    async with (
+        stub(says("hi")) as replica,
+        served(tmp_path, replicas=[at(replica, "r")], keys={"static": [{"name": "a", "key": old}]}) as running,
+    ):
+        await running.healthy("r")
+
+        async def let_in(key: str) -> bool:
+            answer = await running.client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            return answer.status_code == 200
+
+        assert (await let_in(old), await let_in(new)) == (True, False)
+        running.write(
+            replicas=[at(replica, "r")], keys={"static": [{"name": "a", "key": old}, {"name": "b", "key": new}]}
+        )
+        assert (await running.reload()).json() == {"changed": ["keys.static"], "needs_restart": []}
+        assert (await let_in(old), await let_in(new)) == (True, True)
+
+        running.write(replicas=[at(replica, "r")], keys={"static": [{"name": "b", "key": new}] * 2})
+        refused = await running.reload()
+        assert refused.status_code == 400
+        assert "keys.static: the key 'b': there is another one" in refused.json()["error"]["message"]
+        assert new not in refused.text
+        assert (await let_in(old), await let_in(new)) == (True, True)
+
+        running.write(replicas=[at(replica, "r")], keys={"static": [{"name": "b", "key": new}]})
+        assert (await running.reload()).json()["changed"] == ["keys.static"]
+        assert (await let_in(old), await let_in(new)) == (False, True)
+
+
 async def test_requests_that_run_are_not_touched(tmp_path: Path) -> None:
     async with (
         stub(hangs) as replica,
