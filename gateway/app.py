@@ -690,7 +690,7 @@ async def _run_supervisor(settings: Settings, source: SettingsSource, log_level:
         def rates() -> RequestRates:
             """By what the processes tell of replicas: tries, rather than requests."""
             in_flight = sum(view.inflight for view in router.replicas())
-            return RequestRates(in_flight, None, *meter.per_s(clock()))
+            return RequestRates(in_flight, supervisor.queued(), *meter.per_s(clock()))
 
         insight = Insight(
             metrics=metrics,

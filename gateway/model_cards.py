@@ -50,9 +50,6 @@ class ModelCards:
     def forget(self, replica_id: str) -> None:
         self._cards.pop(replica_id, None)
 
-    def __contains__(self, replica_id: str) -> bool:
-        return replica_id in self._cards
-
     def max_model_len(self, model: str) -> int | None:
         """What every replica of the model takes; None when none told."""
         return min(self._lengths(model), default=None)

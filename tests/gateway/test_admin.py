@@ -40,7 +40,7 @@ from tests.serving import eventually
 WALL_OFFSET = 1_800_000_000.0
 WORKER = {"url": "http://127.0.0.1:8101", "model": "m", "epoch": "e1", "credential": "s3cret"}
 
-RATES = RequestRates(3, None, 1.5, 0.0)
+RATES = RequestRates(3, 0, 1.5, 0.0)
 
 KEYLESS = [endpoint for endpoint in ENDPOINTS if endpoint.needs is Needs.NO_KEY]
 KEYED = [endpoint for endpoint in ENDPOINTS if endpoint.needs is not Needs.NO_KEY]
