@@ -103,7 +103,7 @@ def _described(operation: Operation, schema_of: Mapping[str, Any]) -> dict[str, 
 
     answers = content(operation.answer, operation.media)
     if operation.streams:
-        answers["text/event-stream"] = {"schema": {"type": "string"}}
+        answers["text/event-stream"] = {}
     refusals = content(Error)
     if operation.refusal is str:
         refusals |= content(str)

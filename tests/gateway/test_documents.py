@@ -7,6 +7,7 @@ cases there are in all.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections import Counter
@@ -39,7 +40,7 @@ from gateway.public import public_routes
 from gateway.public_operations import PUBLIC_OPERATIONS, request_schema
 from router import Router
 from router.prompt import TokenizerFiles
-from tests.gateway.stub import MODEL, gateway, says, stub
+from tests.gateway.stub import MODEL, StubReplica, gateway, says, streams, stub
 from tests.replicas import CREDENTIAL, in_a_thread, running, simulated_engine
 
 NUM_CASES = int(os.environ.get("WARMPATH_TESTS_SCHEMA_CASES", "240"))
@@ -72,12 +73,29 @@ class System:
         return {"authorization": f"Bearer {self.keys[kind]}"}
 
 
+COMPLETED: Final = (
+    b'event: response.completed\ndata: {"type":"response.completed","response":{"id":"resp_1","output":[]}}\n\n'
+)
+
+
+class Obliging:
+    """Answers with a stream whoever asks for one."""
+
+    replica: StubReplica
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen = self.replica.seen[-1]
+        is_streamed = bool(seen.body) and seen.json.get("stream") is True
+        await (streams(COMPLETED) if is_streamed else says("hi"))(reader, writer)
+
+
 @contextlib.asynccontextmanager
 async def start(folder: Path) -> AsyncIterator[System]:
     async with (
         running(simulated_engine(speedup=1000), TokenizerFiles(kind="trivial")) as worker,
-        stub(says("hi")) as foreign,
+        stub(obliging := Obliging()) as foreign,
     ):
+        obliging.replica = foreign
         own = {"url": worker.base_url, "kind": "warmpath", "credential": CREDENTIAL, "model": worker.model, "id": "own"}
         fleet = [own, {"url": foreign.url, "id": "foreign", "model": MODEL}]
         async with gateway(folder, replicas=fleet) as front:
