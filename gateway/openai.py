@@ -16,6 +16,8 @@ from gateway.json_body import decode_object, invalid_json
 
 __all__ = [
     "ENDPOINTS",
+    "REFUSED",
+    "Body",
     "Endpoint",
     "GenerationRequest",
     "Response",
@@ -53,7 +55,7 @@ _MAX_ITEMS: Final = 2048
 _COUNT_DIGITS: Final = 16
 _MOST_COUNTED: Final = 1 << 31
 
-_REFUSED: Final = ("chat_template", "cache_salt", "prompt_embeds", "kv_transfer_params", "truncate_prompt_tokens")
+REFUSED: Final = ("chat_template", "cache_salt", "prompt_embeds", "kv_transfer_params", "truncate_prompt_tokens")
 """Fields that would reach into a replica's inside: templates run code, salts and transfers name other people's cache."""
 
 
@@ -64,8 +66,10 @@ class _StreamOptions(msgspec.Struct):
 _ABSENT: Final = msgspec.Raw(b"")
 
 
-class _Body(msgspec.Struct):
-    """The fields the gateway reads. Plain `Raw` with a default, since `Raw | None` refuses real values (msgspec#659)."""
+class Body(msgspec.Struct):
+    """The fields that the gateway reads, of whatever endpoint. Plain `Raw` with a default, since `Raw | None` refuses real
+    values (msgspec#659).
+    """
 
     model: str
     messages: msgspec.Raw = _ABSENT
@@ -90,7 +94,7 @@ class _Body(msgspec.Struct):
     truncate_prompt_tokens: msgspec.Raw = _ABSENT
 
 
-_body_decoder = msgspec.json.Decoder(_Body)
+_body_decoder = msgspec.json.Decoder(Body)
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +206,7 @@ def _count(raw: msgspec.Raw) -> int | None:
     return int(min(number, _MOST_COUNTED)) if number >= 0 else None
 
 
-def _require_prompt(endpoint: Endpoint, fields: _Body) -> None:
+def _require_prompt(endpoint: Endpoint, fields: Body) -> None:
     wanted = _PROMPT_FIELDS[endpoint]
     if wanted is None:
         return
@@ -235,7 +239,7 @@ class _Named(msgspec.Struct):
 _followed_decoder: msgspec.json.Decoder[str | _Named | None] = msgspec.json.Decoder(str | _Named | None)
 
 
-def _followed(fields: _Body) -> str | None:
+def _followed(fields: Body) -> str | None:
     for raw in (fields.previous_response_id, fields.conversation):
         try:
             named = _followed_decoder.decode(raw) if bytes(raw) else None
@@ -246,8 +250,8 @@ def _followed(fields: _Body) -> str | None:
     return None
 
 
-def _refuse_inner_fields(fields: _Body, *, open_access: bool) -> None:
-    refused = ("warmpath",) if open_access else ("warmpath", *_REFUSED)
+def _refuse_inner_fields(fields: Body, *, open_access: bool) -> None:
+    refused = ("warmpath",) if open_access else ("warmpath", *REFUSED)
     for name in refused:
         if getattr(fields, name) is not _ABSENT:
             raise ApiError(400, "unknown_parameter", f"Unknown parameter: '{name}'.", param=name)

@@ -22,7 +22,8 @@ from gateway.admin.bodies import (
 )
 from gateway.admin.context import AdminContext
 from gateway.admin.idempotency import AnotherBody
-from gateway.admin.rest import Call, Endpoint, Needs
+from gateway.admin.rest import Call, Endpoint
+from gateway.api_document import Needs
 from gateway.api_error import ApiError
 from gateway.keys import KeyConflict, KeyStoreError, UnknownKey
 
@@ -127,6 +128,7 @@ KEY_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.ADMIN,
         summary="Make a key; its text is shown this once",
         handle=_create_key,
+        failures=(503,),
         body=KeyRequest,
         answer=NewKeyBody,
         status=201,
@@ -153,6 +155,7 @@ KEY_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.ADMIN,
         summary="Change what a key may",
         handle=_patch_key,
+        failures=(503,),
         body=KeyPatch,
         answer=KeyBody,
     ),
@@ -162,6 +165,7 @@ KEY_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.ADMIN,
         summary="Make a key's successor, and let the old one end after a while",
         handle=_rotate_key,
+        failures=(503,),
         body=RotateRequest,
         answer=NewKeyBody,
         status=201,
@@ -172,6 +176,7 @@ KEY_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.ADMIN,
         summary="Revoke a key",
         handle=_revoke_key,
+        failures=(503,),
         answer=KeyBody,
     ),
 )
