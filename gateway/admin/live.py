@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.admin.bodies import ChangeEvent, ReplicaBody, RequestRates, StateEvent
 from gateway.api_error import ApiError
+from gateway.repeating import repeat
 from gateway.server.asgi import Header, Reply, request_id, while_connected
 
 __all__ = ["EventStream", "Live", "RateMeter", "ServerSentEvents"]
@@ -124,11 +125,11 @@ class Live:
         stream = EventStream()
         if not self._streams:
             self._take_in(*self._read())
-            self._telling = asyncio.create_task(self._tell(), name="live state")
+            self._telling = asyncio.create_task(repeat(self._tell, self._tick_s, _log, "telling the live state"))
         self._streams.add(stream)
-        state = StateEvent(time=self._unix_time(), replicas=list(self._known.values()), requests=self._rates_now())
-        stream.offer(_event("state", state))
         try:
+            state = StateEvent(time=self._unix_time(), replicas=list(self._known.values()), requests=self._rates_now())
+            stream.offer(_event("state", state))
             yield stream
         finally:
             self._streams.discard(stream)
@@ -143,12 +144,10 @@ class Live:
             stream.end()
 
     async def _tell(self) -> None:
-        while True:
-            await asyncio.sleep(self._tick_s)
-            event = self._change()
-            if event is not None:
-                for stream in self._streams:
-                    stream.offer(event)
+        event = self._change()
+        if event is not None:
+            for stream in self._streams:
+                stream.offer(event)
 
     def _change(self) -> bytes | None:
         before, rates_before = self._known, self._rates

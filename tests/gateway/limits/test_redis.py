@@ -249,3 +249,26 @@ def test_four_processes_admit_a_limit_exactly_or_nearly_and_never_more(fresh: Re
     assert small == 60
     assert 0.95 * 2000 <= large <= 2000
     assert 95 <= tokens <= 100
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b":abc\r\n", b"+OK\r\n", b"*1\r\n:1\r\n", b"*-5\r\n", b"$-1\r\n", b"*5\r\n:0\r\n:9\r\n:1\r\n:1\r\n:1\r\n"],
+)
+async def test_what_is_no_redis_is_a_ledger_that_is_away(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError), contextlib.closing(writer):
+            while await reader.read(4096):
+                writer.write(answer)
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        found = Watched(f"redis://127.0.0.1:{port}", processes=1)
+
+        verdict = await found.take()
+
+        assert isinstance(verdict, Reservation)
+        assert verdict.is_local
+        assert found.errors == ["other"]
+        verdict.end_failed()
+        await found.limiter.aclose()
