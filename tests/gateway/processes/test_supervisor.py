@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import cast
-
-import msgspec
 
 from gateway.processes.channel import Channel
 from gateway.processes.control import Start, encode
@@ -38,14 +36,16 @@ def supervisor() -> Supervisor:
     )
 
 
+def giving(answer: bytes) -> Callable[[bytes], bytes]:
+    return lambda question: answer
+
+
 @contextlib.asynccontextmanager
 async def child(number: int, answers: dict[str, bytes]) -> AsyncIterator[_Child]:
     """A process that serves and gives these answers."""
     ours, theirs = socket.socketpair()
     channel = await Channel.over(ours)
-    other = await Channel.over(
-        theirs, answers={topic: (lambda _, answer=answer: answer) for topic, answer in answers.items()}
-    )
+    other = await Channel.over(theirs, answers={topic: giving(answer) for topic, answer in answers.items()})
     hearing, answering = asyncio.create_task(channel.run()), asyncio.create_task(other.run())
     try:
         yield _Child(number, cast(asyncio.subprocess.Process, FakeProcess()), channel, hearing, True, True)
@@ -69,14 +69,10 @@ async def test_what_cannot_be_read_of_one_process_hides_nothing_of_the_others() 
             assert await asked.decisions() == []
 
 
-async def test_it_is_polled_on_after_an_answer_that_cannot_be_read() -> None:
-    with contextlib.suppress(msgspec.MsgspecError):
-        async with child(1, {"metrics": b"\xc1"}) as broken:
-            asked = supervisor()
-            asked._serving.append(broken)
-            broken.answered_at = float("inf")
+async def test_the_processes_are_looked_after_whatever_one_answers() -> None:
+    async with child(1, {"metrics": b"\xc1"}) as broken:
+        asked = supervisor()
+        asked._serving.append(broken)
+        broken.answered_at = float("inf")
 
-            await asked._poll()
-            await asked._poll()
-            return
-    raise AssertionError("the poll ended")
+        await asked._poll()
