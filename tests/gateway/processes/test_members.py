@@ -129,7 +129,7 @@ def test_a_model_may_change_from_one_kind_of_replicas_to_another() -> None:
 
 
 def test_a_model_that_was_learned_loses_nothing() -> None:
-    members, router, watching = membership()
+    members, router, _ = membership()
     nameless = msgspec.structs.replace(SPEC, kind="openai", model="")
     named = msgspec.structs.replace(nameless, model="m")
 
