@@ -256,7 +256,7 @@ async def test_a_dashboard_sees_requests_and_drains_as_they_happen(tmp_path: Pat
                 pass
 
 
-async def test_a_client_that_leaves_is_forgotten(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_is_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
         async with watching(running) as next_event:
             await next_event()
@@ -267,3 +267,19 @@ async def test_a_client_that_leaves_is_forgotten(tmp_path: Path) -> None:
         with pytest.raises(httpx.ReadTimeout):
             await running.admin.get("/admin/v1/events", timeout=0.3)
         await eventually(lambda: len(running.gateway.live) == 0)
+    assert "failed" not in caplog.text, "leaving is no fault"
+
+
+async def test_a_look_that_fails_is_not_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet()
+    client = Client(fleet.live)
+    await eventually(lambda: bool(client.events))
+    rates, fleet.rates = fleet.rates, None  # type: ignore[assignment]
+    await eventually(lambda: "telling the live state failed" in caplog.text)
+
+    fleet.rates = rates
+    fleet.replicas["a"] = a_replica("a", inflight=7)
+    await eventually(lambda: client.events[-1][1]["replicas"][0]["inflight"] == 7)
+
+    client.leave.set()
+    await client.over()
