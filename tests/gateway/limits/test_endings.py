@@ -162,7 +162,7 @@ CASES = {
     ),
     "a bug": Case(says("hi"), 500, NOTHING, client=meets_a_bug),
     "the client leaves within its body": Case(says("hi"), 499, NOTHING, client=leaves_within_its_body),
-    "the client leaves before the first byte": Case(hangs, 499, NO_TOKENS, client=leaves_before_the_first_byte),
+    "the client leaves before the first byte": Case(hangs, 499, Estimated(0), client=leaves_before_the_first_byte),
     "the client leaves within the stream": Case(
         writes(STREAM_HEAD, *map(chunked, TWO_EVENTS)), 499, Estimated(2), stream=True, client=leaves_within_the_stream
     ),
