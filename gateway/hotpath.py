@@ -39,7 +39,6 @@ from gateway.openai import ENDPOINTS, Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
 from gateway.server.asgi import (
-    WRITE_EXTENSION,
     ClientGone,
     Header,
     Reply,
@@ -157,7 +156,7 @@ class HotPath:
             await self._rest(scope, receive, send)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
-        reply = Reply(send, request_id(scope), scope.get("extensions", {}).get(WRITE_EXTENSION))
+        reply = Reply(send, request_id(scope), scope.get("extensions"))
         record = Record(
             request_id=reply.request_id,
             endpoint=stored.endpoint if stored else scope["path"],

@@ -10,15 +10,16 @@ import asyncio
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from starlette.types import Receive, Scope, Send
 
 from gateway.api_error import ApiError
 
 __all__ = [
+    "ANSWER_EXTENSION",
     "DISCONNECT_EXTENSION",
     "HEADERS_BY_NAME",
     "WRITE_EXTENSION",
@@ -39,6 +40,9 @@ DISCONNECT_EXTENSION: Final = "warmpath.disconnect"
 
 WRITE_EXTENSION: Final = "warmpath.write"
 """The same: takes a piece of a begun answer and writes it at once. False when the client must be waited for, or has left."""
+
+ANSWER_EXTENSION: Final = "warmpath.answer"
+"""The same of a whole answer: takes its status, headers and body."""
 
 HEADERS_BY_NAME: Final = "warmpath.headers"
 """In a scope: a dict of its headers, of repeated ones the last. Made where it is missing."""
@@ -161,10 +165,12 @@ class while_connected:  # noqa: N801
 class Reply:
     """The one answer to a request: start, chunks, end; or one error. Remembers how far it got."""
 
-    def __init__(self, send: Send, request_id: str, write: Callable[[bytes], bool] | None = None) -> None:
-        """`write`: see `WRITE_EXTENSION`; None where the server has none."""
+    def __init__(self, send: Send, request_id: str, extensions: Mapping[str, Any] | None = None) -> None:
+        """`extensions`: of the scope."""
+        extensions = extensions or {}
         self._send = send
-        self.try_chunk = write if write is not None else _cannot_write
+        self._try_answer: Callable[[int, list[Header], bytes], bool] = extensions.get(ANSWER_EXTENSION, _cannot_answer)
+        self.try_chunk: Callable[[bytes], bool] = extensions.get(WRITE_EXTENSION, _cannot_write)
         """Send a piece without waiting; False when that cannot be, and nothing was sent."""
         self.request_id = request_id
         self.headers: list[Header] = []
@@ -181,7 +187,7 @@ class Reply:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*headers, *self.headers, (b"x-request-id", self.request_id.encode())],
+                "headers": self._with_ours(headers),
             }
         )
         self.status = status  # not before: a start that is cancelled while it waits for a slow client has not begun
@@ -195,14 +201,25 @@ class Reply:
         self.complete = True
 
     async def json(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
-        await self.start(status, [_JSON, (b"content-length", str(len(body)).encode()), *headers])
+        headers = [_JSON, (b"content-length", b"%d" % len(body)), *headers]
+        if self.status is None and self._try_answer(status, self._with_ours(headers), body):
+            self.status, self.complete = status, True
+            return
+        await self.start(status, headers)
         await self.end(body)
 
     async def error(self, error: ApiError, headers: Iterable[Header] = ()) -> None:
         await self.json(error.status, error.body(), [*error_headers(error), *headers])
 
+    def _with_ours(self, headers: Iterable[Header]) -> list[Header]:
+        return [*headers, *self.headers, (b"x-request-id", self.request_id.encode())]
+
 
 def _cannot_write(data: bytes) -> bool:
+    return False
+
+
+def _cannot_answer(status: int, headers: list[Header], body: bytes) -> bool:
     return False
 
 

@@ -15,6 +15,7 @@ import ssl
 from functools import lru_cache
 from typing import Final, cast
 
+from gateway.upstream.alarm import Alarm
 from gateway.upstream.contract import (
     ConnectFailed,
     ConnectRefused,
@@ -171,6 +172,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, pool: Http1Upstream, origin: Origin) -> None:
         self.loop = asyncio.get_running_loop()
+        self.alarm = Alarm(self.loop)
         self.origin = origin
         self.exchange: Exchange | None = None
         self.idle_since = 0.0
@@ -217,6 +219,7 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         """At once: a graceful close would first wait for the replica to read the rest of its request."""
         self.exchange = None
+        self.alarm.close()
         self._pool.closing(self)
         self._transport.abort()
 
