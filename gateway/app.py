@@ -57,7 +57,7 @@ from gateway.reloading import Reloader, SettingsSource
 from gateway.repeating import repeat
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.serving import listening, make_server, spare_collections
+from gateway.serving import keep_freed_memory, listening, make_server, spare_collections
 from gateway.settings import Settings, TracingSettings
 from gateway.shutdown import ClientServer
 from gateway.telemetry import Telemetry, render
@@ -599,6 +599,7 @@ async def run_gateway(settings: Settings, source: SettingsSource) -> None:
             *admin_socket.getsockname()[:2],
         )
         spare_collections()
+        keep_freed_memory()
         async with gateway.background():
             serving = asyncio.create_task(admin.serve([admin_socket]))
             try:
