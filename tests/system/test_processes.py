@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -109,13 +110,14 @@ def serving_processes(
     if secrets_of is not None:
         state.mkdir(mode=0o700)
         shutil.copy(secrets_of / "secrets.json", state)
+    sockets = tempfile.TemporaryDirectory(prefix="wp")  # short, as their paths must be; one that is killed leaves them
     with log.open("wb") as output:
         process = subprocess.Popen(
             [WARMPATH, "serve", *ports, "--state-dir", str(state), "--config", str(config)],
             cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
+            env={**os.environ, "TMPDIR": sockets.name, **environment},
         )
     served = Served(process, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", state)
     children: list[int] = []
@@ -130,6 +132,7 @@ def serving_processes(
             process.wait(20)
         finally:
             process.kill()
+            sockets.cleanup()
     assert not any(map(alive, children)), "no process is left"
 
 
