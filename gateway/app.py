@@ -44,14 +44,14 @@ from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
-from gateway.keys import KeyKind, KeyStore, RingSource
-from gateway.keys.opening import open_key_store
+from gateway.keys import KeyKind, KeyStore, KeyStoreError, RingSource
+from gateway.keys.opening import given_keys, open_key_store
 from gateway.limiting import build_limiter, limit_rules, limiter_running
 from gateway.limits import LedgerLink, Limiter
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
-from gateway.public import public_app
+from gateway.public import public_app, public_routes
 from gateway.queue_gauges import queue_gauges
 from gateway.reloading import Reloader, SettingsSource
 from gateway.retries import Quarantine
@@ -362,11 +362,13 @@ def build_data_plane(
     )
     hot_path = HotPath(
         public_app(
-            knowledge.router,
-            knowledge.cards,
-            knowledge.aliases,
-            authenticator,
-            unix_time=lambda moment: moment + time.time() - clock(),
+            public_routes(
+                knowledge.router,
+                knowledge.cards,
+                knowledge.aliases,
+                authenticator,
+                unix_time=lambda moment: moment + time.time() - clock(),
+            )
         ),
         router=knowledge.router,
         access=Access(
@@ -424,11 +426,20 @@ def build_control_plane(
         apply(new)
         registry.configure(lease_s=new.leases.lease_s, forget_after_s=new.leases.forget_after_s)
         registry.set_static(_static(new), time.monotonic())
+        keys.give(given_keys(new))
+
+    def faults_of(new: Settings) -> list[str]:
+        faults = [f"replicas: {fault}" for fault in registry.faults_of(_static(new))]
+        try:
+            keys.given_records(given_keys(new))
+        except KeyStoreError as error:
+            faults.append(f"keys.static: {error}")
+        return faults
 
     reloader = Reloader(
         settings,
         source or SettingsSource(load=lambda: settings),
-        faults_of=lambda new: [f"replicas: {fault}" for fault in registry.faults_of(_static(new))],
+        faults_of=faults_of,
         apply=apply_all,
     )
     telemetry.register(

@@ -259,6 +259,11 @@ class KeyStore:
 
         Raises `KeyStoreError`.
         """
+        self._given = self.given_records(keys)
+        self._publish()
+
+    def given_records(self, keys: Sequence[GivenKey]) -> Records:
+        """What `give` would take them for; changes nothing. Raises `KeyStoreError`."""
         now = self._clock()
         given: dict[str, KeyRecord] = {}
         for key in keys:
@@ -269,8 +274,7 @@ class KeyStore:
             if before is not None and hmac.compare_digest(before.digest, record.digest):
                 record = msgspec.structs.replace(record, created=before.created)
             given[record.id] = record
-        self._given = given
-        self._publish()
+        return given
 
     # --- other gateways' changes
 

@@ -65,6 +65,8 @@ class _Child:
     serves: bool = False
     """Whether it takes connections."""
     unready: str = "A process starts."
+    queued: int = 0
+    """Requests that wait there for a replica."""
     answered_at: float = 0.0
 
     @property
@@ -254,7 +256,11 @@ class Supervisor:
         channel = await Channel.over(
             ours,
             answers=asked,
-            hears={**asked, "unready": lambda reason: setattr(child, "unready", reason.decode())},
+            hears={
+                **asked,
+                "unready": lambda reason: setattr(child, "unready", reason.decode()),
+                "queued": lambda number: setattr(child, "queued", int(number)),
+            },
         )
         child = _Child(number, process, channel, asyncio.create_task(channel.run()))
         return child
@@ -322,6 +328,10 @@ class Supervisor:
         if not serving or not self._was_whole:
             return "The processes start."
         return next((child.unready for child in serving if child.unready), None)
+
+    def queued(self) -> int:
+        """Requests that wait for a replica, of all processes."""
+        return sum(child.queued for child in self._serving)
 
     async def take_metrics(self) -> MergedMetrics:
         """What all processes have counted until now."""

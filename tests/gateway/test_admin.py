@@ -20,9 +20,10 @@ from gateway.admin.idempotency import Idempotency
 from gateway.admin.live import Live
 from gateway.admin.registry import Registry
 from gateway.admin.replicas import replica_bodies
-from gateway.admin.rest import Endpoint, Needs
+from gateway.admin.rest import Endpoint
 from gateway.admin.routes import ENDPOINTS, admin_app
 from gateway.aliases import Aliases
+from gateway.api_document import Needs
 from gateway.api_error import ApiError
 from gateway.dispatch import Record
 from gateway.keys import GivenKey, KeyKind, KeyRecord, KeyStoreError
@@ -39,7 +40,7 @@ from tests.serving import eventually
 WALL_OFFSET = 1_800_000_000.0
 WORKER = {"url": "http://127.0.0.1:8101", "model": "m", "epoch": "e1", "credential": "s3cret"}
 
-RATES = RequestRates(3, None, 1.5, 0.0)
+RATES = RequestRates(3, 0, 1.5, 0.0)
 
 KEYLESS = [endpoint for endpoint in ENDPOINTS if endpoint.needs is Needs.NO_KEY]
 KEYED = [endpoint for endpoint in ENDPOINTS if endpoint.needs is not Needs.NO_KEY]
@@ -251,7 +252,13 @@ async def test_a_key_in_the_query_or_a_cookie_is_no_key(admin: Admin, endpoint: 
 
 
 def test_only_these_need_no_key() -> None:
-    assert sorted(endpoint.path for endpoint in KEYLESS) == ["/health", "/metrics", "/openapi.json", "/ready"]
+    assert sorted(endpoint.path for endpoint in KEYLESS) == [
+        "/health",
+        "/metrics",
+        "/openapi.json",
+        "/openapi/public.json",
+        "/ready",
+    ]
     assert {endpoint.path for endpoint in KEYED if not endpoint.path.startswith("/admin/v1/")} == {
         *("/workers", "/workers/{worker_id:path}", "/list_workers", "/add_worker", "/remove_worker")
     }
@@ -1019,13 +1026,16 @@ async def test_keys_made_at_the_same_time_are_all_kept(admin: Admin) -> None:
     assert len(admin.context.keys.ring.records()) == 13
 
 
-async def test_a_full_disk_is_a_503_in_shape_and_makes_no_key(admin: Admin, tmp_path: Path) -> None:
+async def test_a_full_disk_is_a_503_in_shape_and_makes_no_key(
+    admin: Admin, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "keys.json").unlink()
     (tmp_path / "keys.json").mkdir()  # cannot be replaced by a file
 
     answer = await admin.call("POST", "/admin/v1/keys", json={"name": "x"})
 
     assert (answer.status_code, error_of(answer)["code"]) == (503, "storage_unavailable")
+    assert "keys.json" in caplog.text
     assert len(admin.context.keys.ring.records()) == 3
 
 
@@ -1150,7 +1160,7 @@ async def test_the_document_describes_every_endpoint_and_only_those(admin: Admin
         operation = document["paths"][documented(endpoint)][endpoint.method.lower()]
         assert ("security" in operation) == (endpoint.needs is not Needs.NO_KEY)
         assert ("requestBody" in operation) == (endpoint.body is not None)
-        assert set(operation["responses"]) == {str(endpoint.status), "default"}
+        assert set(operation["responses"]) == {str(endpoint.status), "4XX", *map(str, endpoint.failures)}
 
 
 async def test_every_reference_in_the_document_leads_somewhere(admin: Admin) -> None:

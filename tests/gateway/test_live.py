@@ -20,7 +20,7 @@ from gateway.api_error import ApiError
 from tests.gateway.stub import Running, gateway, says, stub
 from tests.serving import eventually
 
-IDLE = RequestRates(0, None, 0.0, 0.0)
+IDLE = RequestRates(0, 0, 0.0, 0.0)
 
 
 def a_replica(replica_id: str, inflight: int = 0) -> ReplicaBody:

@@ -152,6 +152,19 @@ async def test_a_foreign_replica_without_the_model_it_was_registered_with_gets_n
         await watched.until(lambda view: view.healthy and not view.mismatch)
 
 
+async def test_a_foreign_replica_that_changes_its_model_in_place_gets_nothing(watched: Watched) -> None:
+    async with stub(says("hi")) as replica:
+        replica.health = [200]
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
+        await watched.until(lambda view: view.healthy)
+
+        replica.models = ["another"]
+
+        await watched.until(lambda view: not view.healthy and "does not list" in view.mismatch)
+        replica.models = ["another", MODEL]
+        await watched.until(lambda view: view.healthy and not view.mismatch)
+
+
 async def test_one_bad_answer_in_between_moves_no_traffic_and_three_in_a_row_do(watched: Watched) -> None:
     async with stub(says("hi")) as replica:
         replica.health = [200]
