@@ -74,7 +74,7 @@ class Client:
         return not self.messages[-1].get("more_body", True)
 
     async def over(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await asyncio.gather(self._task, return_exceptions=True)
 
 
@@ -243,7 +243,7 @@ async def test_a_dashboard_sees_requests_and_drains_as_they_happen(tmp_path: Pat
         replica_id = f"127-0-0-1-{replica.port}"
         first = await next_event()
         await running.admin.post(f"/admin/v1/replicas/{replica_id}/drain", json={})
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not (event := await next_event())["replicas"]:
                 pass
 
@@ -251,7 +251,7 @@ async def test_a_dashboard_sees_requests_and_drains_as_they_happen(tmp_path: Pat
         assert event["replicas"][0]["drain"]["done"]
 
         running.gateway.live.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await next_event() is not None:
                 pass
 
