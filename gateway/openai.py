@@ -85,6 +85,7 @@ class Body(msgspec.Struct):
     max_completion_tokens: msgspec.Raw = _ABSENT
     max_output_tokens: msgspec.Raw = _ABSENT
     n: msgspec.Raw = _ABSENT
+    best_of: msgspec.Raw = _ABSENT
     warmpath: msgspec.Raw = _ABSENT
     chat_template: msgspec.Raw = _ABSENT
     cache_salt: msgspec.Raw = _ABSENT
@@ -179,24 +180,30 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         has_stream_options=fields.stream_options is not None,
         seed=fields.seed,
-        max_tokens=_max_tokens(fields),
-        choices=_count(fields.n) or 1,
+        max_tokens=_most(fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens),
+        choices=_most(fields.n, fields.best_of) or 1,
         follows=_followed(fields) if endpoint == "/v1/responses" else None,
         body=body,
     )
 
 
-def _max_tokens(fields: Body) -> int | None:
-    for raw in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
-        if (count := _count(raw)) is not None:
-            return count
-    return None
+def _most(*values: msgspec.Raw) -> int | None:
+    """Of those that are given: which of them counts is a replica's to say, and it may be the largest."""
+    return max((count for raw in values if (count := _count(raw)) is not None), default=None)
 
 
 def _count(raw: msgspec.Raw) -> int | None:
     """A number that only limits look at; what is none is the replica's to refuse."""
     value = bytes(raw)
-    return min(int(value), _MOST_COUNTED) if value.isdigit() and len(value) <= _COUNT_DIGITS else None
+    if not value:
+        return None
+    if value.isdigit() and len(value) <= _COUNT_DIGITS:
+        return min(int(value), _MOST_COUNTED)
+    try:  # there are replicas that take "16", 16.0 and 1e9 for numbers
+        number = float(msgspec.json.decode(value))
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return None
+    return int(min(number, _MOST_COUNTED)) if number >= 0 else None
 
 
 def _require_prompt(endpoint: Endpoint, fields: Body) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -28,6 +29,8 @@ from gateway.keys import KeyConflict, KeyStoreError, UnknownKey
 
 __all__ = ["KEY_ENDPOINTS"]
 
+_log = logging.getLogger("warmpath.keys")
+
 _IDEMPOTENCY_KEY: Final = re.compile(rb"[\x21-\x7e]{1,255}")
 
 
@@ -41,6 +44,7 @@ def _told() -> Iterator[None]:
     except KeyConflict as error:
         raise ApiError(409, error.code, str(error)) from error
     except KeyStoreError as error:
+        _log.error("keys: not changed: %s", error)
         message = "The storage of the keys does not work now. Look at the list of keys before you try again."
         raise ApiError(503, "storage_unavailable", message, should_retry=False) from error
 

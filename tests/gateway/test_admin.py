@@ -1049,13 +1049,16 @@ async def test_keys_made_at_the_same_time_are_all_kept(admin: Admin) -> None:
     assert len(admin.context.keys.ring.records()) == 13
 
 
-async def test_a_full_disk_is_a_503_in_shape_and_makes_no_key(admin: Admin, tmp_path: Path) -> None:
+async def test_a_full_disk_is_a_503_in_shape_and_makes_no_key(
+    admin: Admin, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "keys.json").unlink()
     (tmp_path / "keys.json").mkdir()  # cannot be replaced by a file
 
     answer = await admin.call("POST", "/admin/v1/keys", json={"name": "x"})
 
     assert (answer.status_code, error_of(answer)["code"]) == (503, "storage_unavailable")
+    assert "keys.json" in caplog.text
     assert len(admin.context.keys.ring.records()) == 3
 
 

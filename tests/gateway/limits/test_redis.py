@@ -17,8 +17,9 @@ import pytest
 import redis
 
 from gateway.limits.leases import LeasingLimiter
-from gateway.limits.ledger import Ledger, Limit, Measure, Refused
+from gateway.limits.ledger import Change, Granted, Ledger, Limit, Measure, Refused
 from gateway.limits.limiter import LocalLimiter
+from gateway.limits.link import LedgerUnavailable, Post
 from gateway.limits.redis_ledger import RedisLedger, counter_key
 from gateway.limits.reservation import Reservation
 from gateway.limits.rules import Amounts
@@ -101,10 +102,6 @@ class Fault:
     kind: str
 
 
-def put_a_string(server: RedisServer) -> None:
-    server.call("SET", counter_key(REQUESTS.counter), "x")
-
-
 FAULTS = {
     "silent": Fault(RedisServer.pause, RedisServer.resume, "timeout"),
     "killed": Fault(RedisServer.kill, RedisServer.start, "connection"),
@@ -113,7 +110,6 @@ FAULTS = {
         lambda server: server.call("REPLICAOF", "NO", "ONE"),
         "readonly",
     ),
-    "wrong type": Fault(put_a_string, lambda server: server.call("DEL", counter_key(REQUESTS.counter)), "wrongtype"),
     "full": Fault(
         lambda server: server.call("CONFIG", "SET", "maxmemory", 1),
         lambda server: server.call("CONFIG", "SET", "maxmemory", 0),
@@ -157,6 +153,85 @@ async def held(found: Watched) -> int:
     verdict = await found.link.acquire("observer", [PARALLEL], [PARALLEL.most + 1], [0])
     assert isinstance(verdict, Refused)
     return PARALLEL.most - verdict.left
+
+
+ODD = {
+    "a string": ("SET", "x"),
+    "a list": ("RPUSH", "x"),
+    "words for numbers": ("HSET", "u", "many", "o", "1", "n", "1"),
+    "a bucket of words": ("HSET", "u", "1", "o", "99999999999", "n", "99999999999", "99999999999", "x"),
+    "half of it": ("HSET", "u", "5"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+async def test_what_is_no_counter_is_replaced_and_disturbs_no_other(server: RedisServer, name: str) -> None:
+    command, *rest = ODD[name]
+    key = counter_key(REQUESTS.counter)
+    server.call("FLUSHALL")
+    async with watched(server) as found:
+        other = await found.link.acquire("other", [PARALLEL], [7], [0])
+        assert isinstance(other, Granted)
+        server.call(command, key, *rest)
+
+        verdict = await found.take()
+
+        assert isinstance(verdict, Reservation)
+        assert not verdict.is_local
+        assert found.errors == []
+        assert verdict.left == [39, 32]
+        assert server.call("TYPE", key) == b"hash"
+
+
+async def test_an_answer_that_came_while_the_loop_was_held_up_is_no_outage(server: RedisServer) -> None:
+    link = RedisLedger(server.url, deadline_s=0.4)
+    server.call("FLUSHALL")
+    await link.acquire("a", [REQUESTS], [1], [0])
+    asking = asyncio.create_task(link.acquire("a", [REQUESTS], [1], [0]))
+    await asyncio.sleep(0)
+
+    time.sleep(0.5)  # noqa: ASYNC251 - what is tested
+
+    assert isinstance(await asking, Granted)
+    await link.aclose()
+
+
+async def test_a_loop_that_is_slow_all_the_time_finds_its_answers(server: RedisServer) -> None:
+    link = RedisLedger(server.url, deadline_s=0.02)
+    server.call("FLUSHALL")
+
+    async def work() -> None:
+        while True:
+            time.sleep(0.015)  # noqa: ASYNC251 - what is tested
+            await asyncio.sleep(0)
+
+    working = asyncio.create_task(work())
+    try:
+        assert isinstance(await link.acquire("a", [REQUESTS], [1], [0]), Granted)
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        await link.aclose()
+
+
+class _FailsAtTheSecond(RedisLedger):
+    sent = 0
+
+    async def _run(self, keys: list[str], arguments: list[str | int | float]) -> object:
+        self.sent += 1
+        if self.sent == 2:
+            raise LedgerUnavailable("readonly", was_sent=False)
+        return [1]
+
+
+async def test_a_message_of_which_a_part_was_done_is_not_sent_again() -> None:
+    link = _FailsAtTheSecond("redis://127.0.0.1:1")
+    changes = [Change(f"key:{number}:tokens", Measure.TOKENS, 0, -1, 1) for number in range(300)]
+
+    with pytest.raises(LedgerUnavailable) as told:
+        await link.post(Post("a", changes, [], []), surely=False)
+
+    assert told.value.was_sent
 
 
 async def test_a_redis_that_forgot_its_scripts_is_told_again(server: RedisServer) -> None:
