@@ -42,9 +42,9 @@ from gateway.server.asgi import (
     ClientGone,
     Header,
     Reply,
-    header,
     read_body,
     request_id,
+    require_json,
     while_connected,
 )
 from gateway.spending import Spending
@@ -219,7 +219,7 @@ class HotPath:
             request, home = self._find(stored, owner)
             asked = (request.model, *self._aliases.of(request.model))  # by which of them is not known any more
         else:
-            _require_json(scope)
+            require_json(scope)
             body = await read_body(scope, receive, self._max_body_bytes)
             request = parse_request(cast(Endpoint, scope["path"]), body, open_access=key is None)
             asked = (request.model,)
@@ -371,11 +371,3 @@ def _client_retries(scope: Scope) -> int:
         if name == b"x-stainless-retry-count":
             return int(value) if value.isdigit() and len(value) <= _MAX_RETRY_DIGITS else 0
     return 0
-
-
-def _require_json(scope: Scope) -> None:
-    kind = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":
-        raise ApiError(415, "unsupported_media_type", "The body must be sent as 'content-type: application/json'.")
-    if header(scope, b"content-encoding") not in (None, b"identity"):
-        raise ApiError(415, "unsupported_encoding", "A compressed request body is not supported.")

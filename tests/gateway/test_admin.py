@@ -349,6 +349,29 @@ async def test_only_json_is_read(admin: Admin, kind: str) -> None:
     assert len(admin.context.keys.ring.records()) == 3
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/admin/v1/keys", '{"name": "a", "name": "b"}'),
+        ("/admin/v1/keys", '{"name": "a", "limits": {"requests_per_minute": 1, "requests_per_minute": 2}}'),
+        ("/admin/v1/replicas", '{"url": "http://127.0.0.1:8101", "url": "http://127.0.0.1:8102"}'),
+        ("/workers", '{"url": "http://127.0.0.1:8101", "url": "http://127.0.0.1:8102"}'),
+    ],
+)
+async def test_a_name_that_is_there_twice_means_nothing(admin: Admin, path: str, body: str) -> None:
+    answer = await admin.call("POST", path, content=body, headers={"content-type": "application/json"})
+
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "duplicate_key")
+
+
+async def test_a_compressed_body_is_refused_unread(admin: Admin) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+
+    answer = await admin.call("POST", "/admin/v1/keys", content='{"name": "a"}', headers=headers)
+
+    assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_encoding")
+
+
 async def test_a_body_without_an_announced_length_is_counted_while_it_comes(admin: Admin) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
