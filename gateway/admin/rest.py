@@ -27,8 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.api_document import Needs, Operation
 from gateway.api_error import ApiError
 from gateway.authentication import Authenticator
+from gateway.json_body import decode_object
 from gateway.keys import KeyRecord
-from gateway.server.asgi import ClientGone, error_headers, header, read_body, request_id
+from gateway.server.asgi import ClientGone, error_headers, header, read_body, request_id, require_json
 
 __all__ = [
     "Call",
@@ -150,20 +151,21 @@ def _authorize(needs: Needs, authenticator: Authenticator, scope: Scope) -> KeyR
 
 
 async def _read_body(endpoint: Endpoint[Context], request: Request) -> object:
-    kind = (header(request.scope, b"content-type") or b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":
-        raise ApiError(415, "unsupported_media_type", "The body must be sent as 'content-type: application/json'.")
+    require_json(request.scope)
     try:
         async with asyncio.timeout(_BODY_S):
             data = await read_body(request.scope, request.receive, endpoint.max_body_bytes)
     except TimeoutError as error:
         raise ApiError(408, "request_timeout", f"The body did not arrive within {_BODY_S:.0f} s.") from error
     try:
-        return msgspec.json.decode(data, type=endpoint.body)
+        body = msgspec.json.decode(data, type=endpoint.body)
     except msgspec.ValidationError as error:
         raise ApiError(400, "invalid_value", f"Invalid request: {error}", param=_param_of(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, "invalid_json", "The request body is not valid JSON.") from error
+    if endpoint.body is not msgspec.Raw:  # else it is for whoever parses it
+        decode_object(data)  # refuses a name that is there twice, of which msgspec takes the last
+    return body
 
 
 def _param_of(message: str) -> str | None:

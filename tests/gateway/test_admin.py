@@ -349,6 +349,29 @@ async def test_only_json_is_read(admin: Admin, kind: str) -> None:
     assert len(admin.context.keys.ring.records()) == 3
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/admin/v1/keys", '{"name": "a", "name": "b"}'),
+        ("/admin/v1/keys", '{"name": "a", "limits": {"requests_per_minute": 1, "requests_per_minute": 2}}'),
+        ("/admin/v1/replicas", '{"url": "http://127.0.0.1:8101", "url": "http://127.0.0.1:8102"}'),
+        ("/workers", '{"url": "http://127.0.0.1:8101", "url": "http://127.0.0.1:8102"}'),
+    ],
+)
+async def test_a_name_that_is_there_twice_means_nothing(admin: Admin, path: str, body: str) -> None:
+    answer = await admin.call("POST", path, content=body, headers={"content-type": "application/json"})
+
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "duplicate_key")
+
+
+async def test_a_compressed_body_is_refused_unread(admin: Admin) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+
+    answer = await admin.call("POST", "/admin/v1/keys", content='{"name": "a"}', headers=headers)
+
+    assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_encoding")
+
+
 async def test_a_body_without_an_announced_length_is_counted_while_it_comes(admin: Admin) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
@@ -1179,20 +1202,26 @@ async def test_every_reference_in_the_document_leads_somewhere(admin: Admin) -> 
 
 
 async def test_a_scrape_of_a_thousand_replicas_leaves_the_loop_its_time(admin: Admin) -> None:
-    """In CPU time of the loop's own thread, since another process may take that off the machine at any moment."""
+    """In CPU time of the loop's own thread, since another process may take that off the machine at any moment.
+
+    What it shares with others, caches and cores, makes it only longer: the best of some counts.
+    """
     for number in range(1024):
         admin.context.router.add(
             f"w{number}", ReplicaSpec(url=f"http://127.0.0.1:{10_000 + number}", model="m"), now=0.0
         )
-    steps: list[float] = []
 
-    scraping = asyncio.create_task(admin.call("GET", "/metrics", key=None))
-    while not scraping.done():
-        began = time.thread_time()
-        await asyncio.sleep(0)
-        steps.append(time.thread_time() - began)
+    async def longest_step_s() -> float:
+        steps: list[float] = []
+        scraping = asyncio.create_task(admin.call("GET", "/metrics", key=None))
+        while not scraping.done():
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            steps.append(time.thread_time() - began)
+        assert (await scraping).text.count("warmpath_replica_healthy{") == 1024
+        assert len(steps) > 8, "there were turns for others"
+        return max(steps)
 
-    text = (await scraping).text
-    assert text.count("warmpath_replica_healthy{") == 1024
-    assert len(steps) > 8, "there were turns for others"
-    assert max(steps) < 0.02  # 1 ms on an idle machine; all of it in one turn would be 40
+    assert (
+        min([await longest_step_s() for _ in range(3)]) < 0.02
+    )  # 1 ms on an idle machine; all of it in one turn would be 40

@@ -83,7 +83,7 @@ async def leaves(running: Running, content: bytes, when: Callable[[bytes], Await
     head += f"content-type: application/json\r\ncontent-length: {announced or len(content)}\r\n\r\n"
     writer.write(head.encode() + content)
     received = b""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not await when(received):
             try:
                 received += await asyncio.wait_for(reader.read(1 << 16), 0.01)
@@ -189,7 +189,7 @@ async def test_what_each_ending_is_charged_for(tmp_path: Path, ending: str) -> N
 
         status = await (case.client(running, replica, body) if case.client is not None else calls(running, body))
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while running.gateway.public.in_flight:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert status == case.status
@@ -200,7 +200,7 @@ async def test_what_each_ending_is_charged_for(tmp_path: Path, ending: str) -> N
         for subject in (f"key:{key.id}", "tenant:blue", f"model:{MODEL}"):
             assert used_by(running, subject) == tuple(map(sum, zip(USED, charged, strict=True))), subject
         replica.answer = says("hi")
-        async with asyncio.timeout(10):  # a replica that was busy is left alone for a moment
+        async with asyncio.timeout(30):  # a replica that was busy is left alone for a moment
             while (status := await calls(running, CASES["answered"].body)) == 429:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert status == 200
