@@ -54,9 +54,10 @@ from gateway.prepare import Preparer, Prompters
 from gateway.public import public_app, public_routes
 from gateway.queue_gauges import queue_gauges
 from gateway.reloading import Reloader, SettingsSource
+from gateway.repeating import repeat
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.serving import listening, make_server, spare_collections
+from gateway.serving import keep_freed_memory, listening, make_server, spare_collections
 from gateway.settings import Settings, TracingSettings
 from gateway.shutdown import ClientServer
 from gateway.telemetry import Telemetry, render
@@ -176,7 +177,10 @@ class ControlPlane:
     async def background(self) -> AsyncIterator[None]:
         """Watches the settings and their replicas, and ends leases, while the block runs."""
         self.registry.set_static(_static(self.reloader.settings), time.monotonic())
-        tasks = [asyncio.create_task(self._expire_leases()), asyncio.create_task(self.reloader.run())]
+        tasks = [
+            asyncio.create_task(repeat(self._expire_leases, _EXPIRE_EVERY_S, _log, "ending leases")),
+            asyncio.create_task(self.reloader.run()),
+        ]
         try:
             yield
         finally:
@@ -186,9 +190,7 @@ class ControlPlane:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _expire_leases(self) -> None:
-        while True:
-            await asyncio.sleep(_EXPIRE_EVERY_S)
-            self.registry.expire(time.monotonic())
+        self.registry.expire(time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +454,7 @@ def build_control_plane(
     telemetry.register(
         "counter",
         "warmpath_health_transitions",
-        "Times that a replica turned well or down, by its probes or its event stream.",
+        "Times that a replica turned up or down, by its probes or its event stream.",
         ("model", "to"),
         lambda: {(model, to): count for (model, to), count in list(watcher.transitions.items())},
     )
@@ -597,6 +599,7 @@ async def run_gateway(settings: Settings, source: SettingsSource) -> None:
             *admin_socket.getsockname()[:2],
         )
         spare_collections()
+        keep_freed_memory()
         async with gateway.background():
             serving = asyncio.create_task(admin.serve([admin_socket]))
             try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, cast
@@ -39,7 +39,6 @@ from gateway.openai import ENDPOINTS, Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
 from gateway.server.asgi import (
-    WRITE_EXTENSION,
     ClientGone,
     Header,
     Reply,
@@ -157,7 +156,7 @@ class HotPath:
             await self._rest(scope, receive, send)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
-        reply = Reply(send, request_id(scope), scope.get("extensions", {}).get(WRITE_EXTENSION))
+        reply = Reply(send, request_id(scope), scope.get("extensions"))
         record = Record(
             request_id=reply.request_id,
             endpoint=stored.endpoint if stored else scope["path"],
@@ -169,7 +168,7 @@ class HotPath:
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._running.add(task)
         try:
-            await self._answer(scope, receive, reply, record, stored)
+            await self._answer(scope, receive, reply, record, stored, task)
             record.status = reply.status or 0
         except ApiError as error:
             record.error_code = error.code
@@ -198,7 +197,13 @@ class HotPath:
             self._on_finish(record)
 
     async def _answer(
-        self, scope: Scope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
+        self,
+        scope: Scope,
+        receive: Receive,
+        reply: Reply,
+        record: Record,
+        stored: StoredCall | None,
+        task: asyncio.Task[None],
     ) -> None:
         key = authenticate(self._access.authenticator, scope, _SCOPES[record.endpoint])
         owner = record.tenant = key.tenant if key is not None else PUBLIC_GROUP
@@ -231,7 +236,7 @@ class HotPath:
                 request=request,
                 prompt=prompt,
                 salt=salt,
-                seed=request.seed if request.seed is not None else secrets.randbits(63),
+                seed=request.seed if request.seed is not None else random.getrandbits(63),
                 request_id=reply.request_id,
                 debug=key is not None and key.debug,
                 owner=owner,
@@ -240,7 +245,7 @@ class HotPath:
                 home=home,
             )
 
-        async with while_connected(scope, receive, reply):
+        async with while_connected(scope, receive, reply, task):
             if request.endpoint in _TOKENIZING:
                 with await self._admit(caller, request, _NOTHING_TO_COMPUTE, reply, record):
                     if (tokens := await self._tokenizing.answer(request, pool)) is not None:

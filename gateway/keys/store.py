@@ -41,6 +41,7 @@ from gateway.keys.ring import KeyRing, KeySecrets
 from gateway.keys.sealed import Sealed, SealError, seal, unseal
 from gateway.keys.texts import PREFIXES, KeyKind, new_id, new_text, parse_text
 from gateway.limits import Quota
+from gateway.repeating import repeat
 
 __all__ = ["POLL_S", "GivenKey", "KeyStorage", "KeyStore", "KeyStoreError", "version_of"]
 
@@ -281,18 +282,16 @@ class KeyStore:
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
         """See what others change while the block runs."""
-        task = asyncio.create_task(self._follow()) if self._storage.is_shared else None
+        following = (
+            repeat(self.refresh, POLL_S, _log, "looking for changes of keys") if self._storage.is_shared else None
+        )
+        task = asyncio.create_task(following) if following is not None else None
         try:
             yield
         finally:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            await self.refresh()
 
     async def refresh(self) -> None:
         """Look once whether others changed something. Never raises; `fault` tells."""

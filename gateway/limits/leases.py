@@ -19,6 +19,7 @@ What must hold: a unit is at the ledger, in a slice, or in one reservation; a tr
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,11 @@ from gateway.limits.limiter import LocalLimiter
 from gateway.limits.link import LedgerLink, LedgerUnavailable, Post, patience
 from gateway.limits.reservation import Reservation
 from gateway.limits.rules import Amounts
+from gateway.repeating import repeat
 
 __all__ = ["LeasingLimiter"]
+
+_log = logging.getLogger("warmpath.limits")
 
 _SLICES: Final = 20
 """Of a process's share: 5% of a limit may lie unspent with idle processes, for a second."""
@@ -388,9 +392,7 @@ class LeasingLimiter:
 
     async def run(self) -> None:
         """For as long as requests come: gives back what lies idle, renews what is held, looks for a ledger that was lost."""
-        while True:
-            await asyncio.sleep(_TICK_S)
-            await self.tick()
+        await repeat(self.tick, _TICK_S, _log, "keeping up with the ledger of limits")
 
     async def tick(self) -> None:
         now = self._clock()

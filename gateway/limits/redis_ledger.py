@@ -13,6 +13,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any, Final
 
+import msgspec
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -102,11 +103,10 @@ class RedisLedger:
         for limit, amount, extra in zip(limits, amounts, extras, strict=True):
             arguments += (int(limit.measure), limit.most, amount, extra)
         answer = await self._run([counter_key(limit.counter) for limit in limits], arguments)
-        if answer[0]:
-            middle = 2 + len(limits)
-            return Granted(answer[1], answer[2:middle], answer[middle:] if any(extras) else [])
-        _, place, wait_ms, reset_ms, left = answer
-        return Refused(limits[place], wait_ms / 1000 if wait_ms >= 0 else None, reset_ms / 1000, left)
+        try:
+            return _verdict(msgspec.convert(answer, list[int]), limits, extras)
+        except (msgspec.MsgspecError, ValueError, IndexError) as error:  # no Redis, or not our script's answer
+            raise LedgerUnavailable("other") from error
 
     async def post(self, post: Post, *, surely: bool) -> None:
         parts = [
@@ -150,7 +150,7 @@ class RedisLedger:
             raise LedgerUnavailable("timeout") from error
         except (RedisConnectionError, OSError) as error:
             raise LedgerUnavailable("connection") from error
-        except RedisError as error:
+        except (RedisError, ValueError, IndexError) as error:  # the last two: what the client's parser stumbles over
             kind = _kind(str(error))
             if kind == "readonly":
                 await self._drop_connections()  # the primary is somewhere else by now
@@ -164,6 +164,17 @@ class RedisLedger:
 
     async def _drop_connections(self) -> None:
         await self._redis.connection_pool.disconnect(inuse_connections=False)
+
+
+def _verdict(told: list[int], limits: Sequence[Limit], extras: Sequence[int]) -> Granted | Refused:
+    """Raises ValueError or IndexError for what `ledger.lua` would not say."""
+    if not told[0]:
+        _, place, wait_ms, reset_ms, left = told
+        return Refused(limits[place], wait_ms / 1000 if wait_ms >= 0 else None, reset_ms / 1000, left)
+    middle = 2 + len(limits)
+    if len(told) not in (middle, middle + len(limits)):
+        raise ValueError("another number of limits")
+    return Granted(told[1], told[2:middle], told[middle:] if any(extras) else [])
 
 
 def _is_odd(message: str) -> bool:

@@ -32,7 +32,7 @@ from gateway.processes.messages import Batch, Crashed, HomeMade, Message
 from gateway.processes.shared_memory import SharedHomes, SharedQuarantine
 from gateway.processes.shared_router import SharedRouter
 from gateway.server.listener import raise_descriptor_limit
-from gateway.serving import configure_logging, listening, spare_collections
+from gateway.serving import configure_logging, keep_freed_memory, listening, spare_collections
 from router import Trust
 
 __all__ = ["main"]
@@ -91,6 +91,7 @@ class _DataProcess:
         """Once it knows what others know. Raises OSError."""
         await self._warm_up()
         spare_collections()
+        keep_freed_memory()
         return self._listening.enter_context(listening(self._start.host, self._start.port, shared=True))
 
     async def serve(self, listener: socket.socket, tell: Callable[[str, bytes], None]) -> None:

@@ -15,6 +15,7 @@ import ssl
 from functools import lru_cache
 from typing import Final, cast
 
+from gateway.upstream.alarm import Alarm
 from gateway.upstream.contract import (
     ConnectFailed,
     ConnectRefused,
@@ -184,6 +185,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, pool: Http1Upstream, origin: Origin) -> None:
         self.loop = asyncio.get_running_loop()
+        self.alarm = Alarm(self.loop)
         self.origin = origin
         self.exchange: Exchange | None = None
         self.opened_at = self.loop.time()
@@ -231,6 +233,7 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         """At once: a graceful close would first wait for the replica to read the rest of its request."""
         self.exchange = None
+        self.alarm.close()
         self._pool.closing(self)
         self._transport.abort()
 

@@ -1202,20 +1202,26 @@ async def test_every_reference_in_the_document_leads_somewhere(admin: Admin) -> 
 
 
 async def test_a_scrape_of_a_thousand_replicas_leaves_the_loop_its_time(admin: Admin) -> None:
-    """In CPU time of the loop's own thread, since another process may take that off the machine at any moment."""
+    """In CPU time of the loop's own thread, since another process may take that off the machine at any moment.
+
+    What it shares with others, caches and cores, makes it only longer: the best of some counts.
+    """
     for number in range(1024):
         admin.context.router.add(
             f"w{number}", ReplicaSpec(url=f"http://127.0.0.1:{10_000 + number}", model="m"), now=0.0
         )
-    steps: list[float] = []
 
-    scraping = asyncio.create_task(admin.call("GET", "/metrics", key=None))
-    while not scraping.done():
-        began = time.thread_time()
-        await asyncio.sleep(0)
-        steps.append(time.thread_time() - began)
+    async def longest_step_s() -> float:
+        steps: list[float] = []
+        scraping = asyncio.create_task(admin.call("GET", "/metrics", key=None))
+        while not scraping.done():
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            steps.append(time.thread_time() - began)
+        assert (await scraping).text.count("warmpath_replica_healthy{") == 1024
+        assert len(steps) > 8, "there were turns for others"
+        return max(steps)
 
-    text = (await scraping).text
-    assert text.count("warmpath_replica_healthy{") == 1024
-    assert len(steps) > 8, "there were turns for others"
-    assert max(steps) < 0.02  # 1 ms on an idle machine; all of it in one turn would be 40
+    assert (
+        min([await longest_step_s() for _ in range(3)]) < 0.02
+    )  # 1 ms on an idle machine; all of it in one turn would be 40

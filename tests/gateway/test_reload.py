@@ -137,7 +137,7 @@ class Served:
         return (await self.admin.get("/admin/v1/config")).json()
 
     async def healthy(self, *ids: str) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 found = (await self.admin.get("/admin/v1/replicas")).json()["replicas"]
                 if sorted(replica["id"] for replica in found if replica["healthy"]) == sorted(ids):

@@ -50,7 +50,7 @@ class Watched:
         return next(view for view in self.router.replicas() if view.id == "r")
 
     async def until(self, condition: Callable[[ReplicaView], bool]) -> None:
-        await eventually(lambda: condition(self.view), within_s=10)
+        await eventually(lambda: condition(self.view), within_s=30)
 
 
 @pytest.fixture
