@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from gateway.admin.registry import Registrant
 from gateway.app import build_gateway
 from gateway.keys.opening import open_key_store
+from gateway.loading import SettingsError, load_settings
 from gateway.reload import plan_reload
 from gateway.reloading import Reloader, SettingsSource
 from gateway.server.listener import Listener
-from gateway.settings import Settings, SettingsError, load_settings
+from gateway.settings import Settings
 from router.wire import ReplicaSpec
 from tests.gateway.stub import MODEL, StubReplica, hangs, says, stub
 from tests.serving import eventually, serving
