@@ -146,6 +146,7 @@ class DataPlane:
         self.dispatcher.configure(
             settings.stream.timeouts, commit_after_s=settings.stream.commit_after_s, ping_s=settings.stream.ping_s
         )
+        self.admission.configure(settings.admission.gate_settings)
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
@@ -418,7 +419,7 @@ def build_control_plane(
     )
     explainer = _Explainer(
         router,
-        settings.admission.max_wait_s,
+        lambda: reloader.settings.admission.max_wait_s,
         knowledge.aliases,
         knowledge.preparer,
         keys,
@@ -500,7 +501,7 @@ def _count_nothing(model: str, value: object) -> None:
 @dataclass(frozen=True, slots=True)
 class _Explainer:
     router: Router
-    max_wait_s: float
+    max_wait_s: Callable[[], float]
     aliases: Aliases
     preparer: Preparer
     keys: KeyStore
@@ -520,7 +521,7 @@ class _Explainer:
         decision = self.router.route(prompt.query(request), now, self.draw())
         if isinstance(decision, Unroutable):
             raise unroutable(decision, request.model)
-        return decision, self.router.is_saturated(decision, self.max_wait_s, now)
+        return decision, self.router.soonest_s(decision, now) > self.max_wait_s()
 
 
 class _Shape(msgspec.Struct):

@@ -80,6 +80,8 @@ class Reservation(msgspec.Struct, eq=False):
     permit: Pass
     num_bytes: int = 0
     """Of its text, where tokens are unknown."""
+    yields: bool = False
+    """The replica computes it after those that do not, also if it began before."""
     last_sent: float | None = None
     """When the deepest block of it that was sent there before had last been sent."""
     heavy_before: int | None = None
@@ -195,6 +197,10 @@ class Replica:
         self.inflight = 0
         self.unanswered_tokens = 0
         self.unadmitted_tokens = 0
+        self.yielding_tokens = 0
+        """Of `unanswered_tokens`, what is computed after all that does not yield."""
+        self._unadmitted = 0
+        """Requests sent to it that its load frames do not count yet."""
         self._prefilling: dict[Reservation, None] = {}  # oldest first
         self._heavy = 0
         """How many of those have work to do,"""
@@ -247,13 +253,27 @@ class Replica:
             return (max(backlog, 0.0) + self.unadmitted_tokens) / rate + max(load.running, 0) * self._running_s(load)
         return self._own_backlog(now, rate) / rate + (self.inflight - len(self._prefilling)) * self.settings.running_s
 
-    def holds(self, uncached_tokens: int, now: float) -> bool:
-        """Whether its KV cache has room for so many more tokens beside what runs and waits there. True where it does not
-        tell, and for a prompt that it can never hold: that one it refuses.
+    def firm_wait_s(self, now: float, rate: float) -> float:
+        """The same for one that does not yield, as far as we know who does: at most all that we sent and that does not."""
+        return (self.unanswered_tokens - self.yielding_tokens) / rate + self.decoding_s(now)
+
+    def decoding_s(self, now: float) -> float:
+        """The part of `wait_s` that running decodes add: a preference among replicas, no time in which nothing can begin."""
+        load = self.load
+        if load is not None and now < self._load_until:
+            return max(load.running, 0) * self._running_s(load)
+        return (self.inflight - len(self._prefilling)) * self.settings.running_s
+
+    def has_room(self, uncached_tokens: int, now: float) -> bool:
+        """Whether a prompt with so much to compute could begin beside what runs and waits there: a sequence is free for it, or
+        will be for the next one, and the KV cache can hold it. True where the replica does not tell, and for a prompt that it
+        can never hold: that one it refuses.
         """
         load, hello = self.load, self.hello
         if load is None or hello is None or now >= self._load_until:
             return True
+        if load.running + load.waiting + self._unadmitted > hello.max_num_seqs > 0:
+            return False
         capacity = hello.capacity_blocks * hello.block_size
         promised = self.unadmitted_tokens + (load.waiting_uncached_tokens if load.waiting > 0 else 0)
         if uncached_tokens > capacity:
@@ -286,6 +306,9 @@ class Replica:
         self.inflight += 1
         self.unanswered_tokens += reservation.uncached_tokens
         self.unadmitted_tokens += reservation.uncached_tokens
+        self._unadmitted += 1
+        if reservation.yields:
+            self.yielding_tokens += reservation.uncached_tokens
         self._prefilling[reservation] = None
 
     @property
@@ -337,6 +360,8 @@ class Replica:
         self._heavy -= reservation.is_heavy
         del self._prefilling[reservation]
         self.unanswered_tokens -= reservation.uncached_tokens
+        if reservation.yields:
+            self.yielding_tokens -= reservation.uncached_tokens
         self.admit(reservation)
 
     def admit(self, reservation: Reservation) -> None:
@@ -344,6 +369,7 @@ class Replica:
         if not reservation.admitted:
             reservation.admitted = True
             self.unadmitted_tokens -= reservation.uncached_tokens
+            self._unadmitted -= 1
 
     # -- what it tells, and what can be learned
 

@@ -59,6 +59,8 @@ class Query(msgspec.Struct, frozen=True):
     """False when the answer's first byte comes only with its last token, so that its time tells nothing of the prefill."""
     backlog_tokens: int = 0
     """Prompt tokens that wait before the fleet: they raise w as if the replicas had them."""
+    yields: bool = False
+    """Its tenant had its share: replicas that know priorities compute it after what does not yield."""
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -317,18 +319,26 @@ class Router:
             chosen.wait_s,
         )
 
-    def is_saturated(self, decision: Decision, within_s: float, now: float) -> bool:
-        """Whether a prompt decided on at `now` should rather wait before the fleet: on every replica that could take it, it
-        would wait longer than `within_s`, or the KV cache has no room for it.
+    def has_room(self, decision: Decision, now: float) -> bool:
+        """Whether the prompt could begin where it was decided to go when its turn comes: a sequence is free for it, and KV."""
+        return self._known(decision.replica_id).has_room(decision.prompt_tokens - decision.matched_tokens, now)
 
-        O(1) while the chosen one is free.
+    def soonest_s(self, decision: Decision, now: float) -> float:
+        """The least time that other prompts take before this one on any replica that could take it and has room; infinity
+        when none has. O(replicas).
         """
-        uncached_tokens = decision.prompt_tokens - decision.matched_tokens
-        if decision.wait_s <= within_s and self._known(decision.replica_id).holds(uncached_tokens, now):
-            return False
-        return not any(
-            each.eligible and each.wait_s <= within_s and self._known(each.replica).holds(each.uncached_tokens, now)
+        soonest = math.inf
+        for each in decision.candidates:
+            if each.eligible and (replica := self._known(each.replica)).has_room(each.uncached_tokens, now):
+                soonest = min(soonest, each.wait_s - replica.decoding_s(now))
+        return soonest
+
+    def full(self, decision: Decision, now: float) -> frozenset[str]:
+        """Replicas that have no room for the prompt."""
+        return frozenset(
+            each.replica
             for each in decision.candidates
+            if not self._known(each.replica).has_room(each.uncached_tokens, now)
         )
 
     def prefill_tok_s(self, model: str) -> float:
@@ -359,6 +369,7 @@ class Router:
             begun_at=now,
             permit=replica.breaker.begin(now),
             num_bytes=query.num_bytes,
+            yields=query.yields and replica.spec.kind == "warmpath",
         )
         replica.reserve(reservation)
         if replica.trust is not Trust.BLIND:
@@ -505,6 +516,8 @@ class Router:
             if depths and (depth := depths.get(replica.holding.slot)):
                 matched = min(members.tokens_of(depth), most_matched)
             wait = replica.wait_s(now, rate)
+            if replica.yielding_tokens and not query.yields:
+                wait = min(wait, replica.firm_wait_s(now, rate))
             why_not = "excluded" if replica.id in exclude else replica.why_not(now)
             if not why_not and wait < least_wait:
                 least_wait = wait
