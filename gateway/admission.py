@@ -58,6 +58,7 @@ class Admission:
         self._gates: dict[str, Gate] = {}
         self._waiting: dict[Entry[Asked], asyncio.Future[Placed]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0  # kept: for a moment that has come uvloop gives a handle that cannot tell
         self._looked_at = -math.inf
 
     def __len__(self) -> int:
@@ -139,10 +140,10 @@ class Admission:
         loop = asyncio.get_running_loop()
         at = max(loop.time() + delay_s, self._looked_at + _LEAST_PAUSE_S)
         if self._timer is not None:
-            if self._timer.when() <= at:
+            if self._timer_at <= at:
                 return
             self._timer.cancel()
-        self._timer = loop.call_at(at, self._look)
+        self._timer, self._timer_at = loop.call_at(at, self._look), at
 
     def _look(self) -> None:
         """Let go who can."""

@@ -1,8 +1,10 @@
-"""The composition root: builds every object of a gateway, and runs it, as one process or as several.
+"""The composition root: builds every object of a gateway, and runs it as one process.
 
     Knowledge      router, watcher and what they need: of every process
     DataPlane      what clients speak to: of a whole gateway, and of each data process
     ControlPlane   keys, leases, admin API: of a whole gateway, and of a supervisor
+
+Of several processes `gateway.processes.supervising` and `gateway.processes.data` put these together.
 
 Order of the end: the client listener stops as `gateway.shutdown` says, then the admin listener; then nothing needs the watcher,
 the upstream connections and the thread that tokenizes, and they are closed.
@@ -16,13 +18,11 @@ import importlib.metadata
 import logging
 import random
 import signal
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import click
@@ -51,19 +51,12 @@ from gateway.limits import LedgerLink, Limiter
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
-from gateway.processes.bus import Bus
-from gateway.processes.control import Start, encode, settings_bytes
-from gateway.processes.members import members_of
-from gateway.processes.merged_metrics import families_of
-from gateway.processes.messages import Batch, Finished, Message
-from gateway.processes.shared_router import SharedRouter
-from gateway.processes.supervisor import Supervisor, announcing
 from gateway.public import public_app
 from gateway.queue_gauges import queue_gauges
 from gateway.reloading import Reloader, SettingsSource
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.serving import bound, listening, make_server, spare_collections
+from gateway.serving import listening, make_server, spare_collections
 from gateway.settings import Settings, TracingSettings
 from gateway.shutdown import ClientServer
 from gateway.telemetry import Telemetry, render
@@ -73,7 +66,7 @@ from gateway.upstream.contract import Upstream
 from gateway.upstream.http1 import Http1Upstream
 from gateway.upstream.httpx_upstream import HttpxUpstream
 from gateway.watch import Watcher
-from router import Decision, Outcome, ReplicaView, Router, Trust, Unroutable
+from router import Decision, ReplicaView, Router, Unroutable
 from router.wire import ReplicaSpec
 
 __all__ = [
@@ -86,7 +79,8 @@ __all__ = [
     "build_gateway",
     "build_knowledge",
     "client_server",
-    "run",
+    "first_keys",
+    "run_gateway",
     "unready",
 ]
 
@@ -543,15 +537,6 @@ def unready(router: Router) -> str | None:
     return "No replica is healthy."
 
 
-async def run(settings: Settings, source: SettingsSource, log_level: str) -> None:
-    """Serve until SIGINT or SIGTERM; SIGHUP reads the settings again. Raises OSError for a port in use, `KeyStoreError`."""
-    raise_descriptor_limit()
-    if settings.server.processes == 1:
-        await _run_alone(settings, source)
-    else:
-        await _run_supervisor(settings, source, log_level)
-
-
 def client_server(settings: Settings, data: DataPlane) -> ClientServer:
     """The server that clients of this process speak to, and what metrics tell of it."""
     listener, loop = Listener(settings.server.limits), asyncio.get_running_loop()
@@ -570,13 +555,18 @@ def client_server(settings: Settings, data: DataPlane) -> ClientServer:
     )
 
 
-async def _run_alone(settings: Settings, source: SettingsSource) -> None:
+async def run_gateway(settings: Settings, source: SettingsSource) -> None:
+    """Serve in this one process until SIGINT or SIGTERM; SIGHUP reads the settings again.
+
+    Raises OSError for a port in use, `KeyStoreError`.
+    """
+    raise_descriptor_limit()
     with (
         listening(settings.server.host, settings.server.port) as public_socket,
         listening(settings.admin.host, settings.admin.port) as admin_socket,
     ):
         gateway = build_gateway(settings, await open_key_store(settings), source)
-        await _first_keys(gateway.keys, is_open=settings.server.open)
+        await first_keys(gateway.keys, is_open=settings.server.open)
         public = client_server(settings, gateway.data)
         admin = make_server(gateway.admin, Listener(descriptor_share=ADMIN_SHARE), 0.0)
 
@@ -606,121 +596,7 @@ async def _run_alone(settings: Settings, source: SettingsSource) -> None:
                 await serving
 
 
-async def _run_supervisor(settings: Settings, source: SettingsSource, log_level: str) -> None:
-    clock = time.monotonic
-    with (
-        bound(settings.server.host, settings.server.port) as port,
-        listening(settings.admin.host, settings.admin.port) as admin_socket,
-        tempfile.TemporaryDirectory(prefix="warmpath-") as bus_folder,  # only this user may enter it
-    ):
-        keys = await open_key_store(settings)
-        await _first_keys(keys, is_open=settings.server.open)
-
-        def hear(batch: Batch) -> None:
-            for message in batch.messages:
-                router.hear(batch.process, message, clock())
-                if isinstance(message, Finished):
-                    meter.count(message.outcome is Outcome.FAILED, clock())
-
-        def open_numbers() -> list[Message]:
-            router.drop_silent(clock())
-            return router.open_numbers()
-
-        bus = Bus(
-            Path(bus_folder),
-            0,
-            hear=hear,
-            what_is_open=lambda: router.what_is_open(),
-            open_numbers=open_numbers,
-        )
-        router = SharedRouter(settings.routing.router_settings, bus.post)
-        knowledge = build_knowledge(settings, router)
-        telemetry = Telemetry()
-        meter = RateMeter()
-
-        def start_of(process: int, peers: Sequence[int]) -> Start:
-            views = router.replicas()
-            return Start(
-                process=process,
-                settings=settings_bytes(control.reloader.settings),
-                host=settings.server.host,
-                port=port,
-                bus_folder=bus_folder,
-                peers=list(peers),
-                keys=keys.ring.encode(),
-                members=members_of(control.registry, router),
-                healthy=[view.id for view in views if view.healthy],
-                exact=[view.id for view in views if view.trust is Trust.EXACT],
-            )
-
-        def on_processes(processes: Sequence[int]) -> None:
-            router.set_processes(processes, clock())
-            bus.set_peers(processes)
-
-        supervisor = Supervisor(
-            count=settings.server.processes,
-            grace_s=settings.server.grace_s,
-            log=(log_level, settings.log.format),
-            start_of=start_of,
-            state=lambda: {
-                "keys": keys.ring.encode(),
-                "settings": settings_bytes(control.reloader.settings),
-                "members": encode(members_of(control.registry, router)),
-            },
-            on_processes=on_processes,
-            answers=lambda process: {},
-            on_gone=lambda process: None,
-        )
-
-        async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
-            merged, now = await supervisor.take_metrics(), clock()
-            merged.take("supervisor", families_of(telemetry.families(0)))
-            return await asyncio.to_thread(lambda: render(merged.families(), replicas, now))
-
-        def rates() -> RequestRates:
-            """By what the processes tell of replicas: tries, rather than requests."""
-            in_flight = sum(view.inflight for view in router.replicas())
-            return RequestRates(in_flight, None, *meter.per_s(clock()))
-
-        insight = Insight(
-            metrics=metrics,
-            decisions=supervisor.decisions,
-            unready=lambda: unready(router) or supervisor.unready(),
-            rates=rates,
-        )
-        control = build_control_plane(settings, knowledge, keys, insight, telemetry, source, knowledge.apply)
-        server = make_server(
-            announcing(control.admin, supervisor), Listener(descriptor_share=ADMIN_SHARE), settings.server.grace_s
-        )
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, supervisor.stop)
-        loop.add_signal_handler(signal.SIGHUP, control.reloader.ask)
-        _log.info(
-            "serving http://%s:%d/v1 by %d processes, admin http://%s:%d",
-            settings.server.host,
-            port,
-            settings.server.processes,
-            *admin_socket.getsockname()[:2],
-        )
-        spare_collections()
-        bus.start()
-        try:
-            async with control.background(), keys.following():
-                serving = asyncio.create_task(server.serve([admin_socket]))
-                try:
-                    await supervisor.run()
-                finally:
-                    control.live.close()
-                    server.should_exit = True
-                    await serving
-        finally:
-            await knowledge.aclose()
-            await keys.aclose()
-            bus.close()
-
-
-async def _first_keys(keys: KeyStore, *, is_open: bool) -> None:
+async def first_keys(keys: KeyStore, *, is_open: bool) -> None:
     """Where there are none at all, make them and show them, once."""
     wanted: dict[KeyKind, str] = {"admin": "admin key", "join": "join token for workers", "client": "client key"}
     if is_open:

@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 REQUIRE_ALL = os.environ.get("WARMPATH_TESTS_REQUIRE_ALL") == "1"
 """Set in CI: a tool or model that cannot be had there is a failure."""
 
-ALLOWED_SKIPS = ("this CPU", "set WARMPATH_TESTS_", "npm is not installed")
+ALLOWED_SKIPS = ("this CPU", "set WARMPATH_TESTS_", "npm is not installed", "there is no promtool")
 """What its processor cannot do is none, nor is a test too large to run unless it is asked for, nor one of a tool for others."""
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import click
 import uvloop
 
-from gateway.app import run
+from gateway.app import run_gateway
 from gateway.keys import KeyStoreError
+from gateway.processes.supervising import run_supervisor
 from gateway.reloading import SettingsSource
 from gateway.serving import configure_logging
 from gateway.settings import SettingsError, load_settings, redacted
@@ -60,7 +61,10 @@ def serve(config: Path | None, log_level: str, print_config: bool, **flags: Any)
         return
     configure_logging(log_level, settings.log.format)
     try:
-        uvloop.run(run(settings, source, log_level))
+        if settings.server.processes == 1:
+            uvloop.run(run_gateway(settings, source))
+        else:
+            uvloop.run(run_supervisor(settings, source, log_level))
     except (OSError, KeyStoreError) as error:
         raise click.ClickException(f"cannot start: {error}") from error
 

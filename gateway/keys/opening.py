@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from gateway.keys.file_storage import FileStorage, read_or_make_secrets
-from gateway.keys.redis_storage import RedisStorage
 from gateway.keys.store import GivenKey, KeyStorage, KeyStore
 from gateway.settings import Secret, Settings
 
@@ -15,8 +14,7 @@ __all__ = ["given_keys", "open_key_store"]
 
 async def open_key_store(settings: Settings, clock: Callable[[], float] = time.time) -> KeyStore:
     """With the keys of the settings in it. `clock`: Unix seconds. Raises `KeyStoreError`."""
-    url = settings.redis.url
-    storage: KeyStorage = RedisStorage(url.get_secret_value()) if url is not None else FileStorage(settings.state_dir)
+    storage = _storage(settings)
     try:
         store = await KeyStore.open(
             storage,
@@ -33,6 +31,14 @@ async def open_key_store(settings: Settings, clock: Callable[[], float] = time.t
         await storage.aclose()
         raise
     return store
+
+
+def _storage(settings: Settings) -> KeyStorage:
+    if settings.redis.url is None:
+        return FileStorage(settings.state_dir)
+    from gateway.keys.redis_storage import RedisStorage  # the client library takes 0.2 s to import
+
+    return RedisStorage(settings.redis.url.get_secret_value())
 
 
 def given_keys(settings: Settings) -> list[GivenKey]:

@@ -1,9 +1,9 @@
 """Datagrams between the processes of one gateway, each with a socket in a folder that only their user may enter.
 
-A message is on its way at once when the bus was quiet, and else at most `FLUSH_S` later, with all others of that time: what a
-datagram costs is paid once for many. A peer whose queue in the kernel is full (ten datagrams are usual) gets the rest with
-the next flush, in order. A peer that stays behind costs a bounded amount of memory: first the block names wait for it no
-longer, then nothing does, and once it takes something again it is told what is open now (`told_anew`).
+A message is on its way at once when it must be (`post_now`) or the bus was quiet, and else at most `FLUSH_S` later, with all
+others of that time: what a datagram costs is paid once for many. A peer whose queue in the kernel is full (ten datagrams are
+usual) gets the rest with the next flush, in order. A peer that stays behind costs a bounded amount of memory: first the block
+names wait for it no longer, then nothing does, and once it takes something again it is told what is open now.
 
 What must hold: between two processes nothing overtakes anything; whatever is lost was dropped here, counted, and the peer is
 then told anew. What comes is taken in by turns of `_TURN` datagrams, so that nobody can hold the loop.
@@ -23,10 +23,12 @@ import msgspec
 
 from gateway.processes.messages import Batch, Begun, Message, decode_batch, encode_batch, size_of
 
-__all__ = ["FLUSH_S", "MAX_DATAGRAM_BYTES", "Bus", "Outbox"]
+__all__ = ["FLUSH_S", "MAX_DATAGRAM_BYTES", "SUPERVISOR", "Bus", "Outbox"]
 
 _log = logging.getLogger("warmpath.processes")
 
+SUPERVISOR: Final = 0
+"""It decides nothing, so it hears with the others' flushes only: each datagram that it need not get is saved."""
 FLUSH_S: Final = 0.02
 """How old a message may get here."""
 TELL_EVERY_S: Final = 1.0
@@ -50,15 +52,25 @@ class Outbox:
         """It has missed something, or has just come: it is to be told what is open."""
         self.dropped_names = 0
         self.dropped = 0
+        self._names = 0
+        """Of all `messages`."""
 
     def keep(self, messages: Iterable[Message]) -> None:
-        self.messages.extend(messages)
+        for message in messages:
+            self.messages.append(message)
+            if isinstance(message, Begun):
+                self._names += len(message.names)
         if len(self.messages) > _MAX_PENDING:
-            self.dropped += len(self.messages)
-            self.messages.clear()
+            self.dropped += len(self.take())
             self.is_behind = True
-        elif sum(len(message.names) for message in self.messages if isinstance(message, Begun)) > _MAX_PENDING_NAMES:
+        elif self._names > _MAX_PENDING_NAMES:
             self.messages = [self._without_names(message) for message in self.messages]
+            self._names = 0
+
+    def take(self) -> list[Message]:
+        """All of it; nothing is left."""
+        messages, self.messages, self._names = self.messages, [], 0
+        return messages
 
     def _without_names(self, message: Message) -> Message:
         if not isinstance(message, Begun) or not message.names:
@@ -147,11 +159,14 @@ class Bus:
                 self._flush_timer = self._loop.call_later(wait_s, self._flush)
 
     def post_now(self, message: Message) -> None:
-        """To all, before this returns where they have room: what is said to a client afterwards, they know before it asks."""
+        """To all others but the supervisor, before this returns where they have room: whatever is said to a client afterwards,
+        they know before it asks.
+        """
         self._messages.append(message)
-        self._flush()
+        self._flush(waits=SUPERVISOR)
 
-    def _flush(self) -> None:
+    def _flush(self, waits: int | None = None) -> None:
+        """`waits`: who gets it with a later one."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
@@ -161,7 +176,9 @@ class Bus:
         for process, outbox in self._peers.items():
             if outbox.is_behind:
                 continue  # it will be told anew, which says all of this
-            if outbox.messages:
+            if process == waits:
+                outbox.keep(messages)
+            elif outbox.messages:
                 outbox.keep(messages)
                 self._send_kept(process, outbox)
             else:
@@ -170,8 +187,7 @@ class Bus:
             self._flush_timer = self._loop.call_later(FLUSH_S, self._flush)
 
     def _send_kept(self, process: int, outbox: Outbox) -> None:
-        messages, outbox.messages = outbox.messages, []
-        self._send(process, outbox, _datagrams(messages))
+        self._send(process, outbox, _datagrams(outbox.take()))
 
     def _send(self, process: int, outbox: Outbox, packed: Iterable[Sequence[Message]]) -> None:
         """What there is no room for is kept."""
@@ -188,8 +204,7 @@ class Bus:
         except BlockingIOError:
             return False
         except OSError:  # it is not there yet, or no more
-            outbox.dropped += len(messages) + len(outbox.messages)
-            outbox.messages = []
+            outbox.dropped += len(messages) + len(outbox.take())
             outbox.is_behind = True
             return False
         self.sent += 1

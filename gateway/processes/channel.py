@@ -50,7 +50,7 @@ Answer = Callable[[bytes], bytes | Awaitable[bytes]]
 Hear = Callable[[bytes], object]
 
 
-class ChannelError(Exception):
+class ChannelError(OSError):
     """A call came to nothing."""
 
 

@@ -22,8 +22,9 @@ import uvloop
 
 from gateway.app import DataPlane, Knowledge, build_data_plane, build_knowledge, client_server, unready
 from gateway.keys import KeyRing, RingHolder
+from gateway.limits import RemoteLedger
 from gateway.processes.bus import Bus
-from gateway.processes.channel import Channel
+from gateway.processes.channel import Channel, ChannelClosed
 from gateway.processes.control import IDS, MEMBERS, Start, decode_start, encode, settings_of
 from gateway.processes.members import Member, Membership
 from gateway.processes.merged_metrics import families_of
@@ -40,6 +41,8 @@ _log = logging.getLogger("warmpath.processes")
 
 _WARM_S: Final = 2.0
 """How long a new process may take to find the replicas well that are. Longer, and somebody else must have a reason."""
+_LEDGER_S: Final = 1.0
+"""More than the limits wait themselves (`gateway.limits.link`)."""
 _POLL_S: Final = 0.02
 _UNREADY_POLL_S: Final = 0.1
 
@@ -47,7 +50,7 @@ _UNREADY_POLL_S: Final = 0.1
 class _DataProcess:
     """What is there once `start` was called."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, ledger: RemoteLedger) -> None:
         settings = settings_of(start.settings)
         clock = time.monotonic
         self._start = start
@@ -59,13 +62,20 @@ class _DataProcess:
             what_is_open=lambda: self._router.what_is_open(),
             open_numbers=self._tell_open,
         )
-        self._router = SharedRouter(settings.routing.router_settings, bus.post)
+        self._router = SharedRouter(settings.routing.router_settings, bus.post, bus.post_now, bus.catch_up)
         self._homes = SharedHomes(bus.post_now, bus.catch_up)
         self._quarantine = SharedQuarantine(bus.post_now)
         self._knowledge: Knowledge = build_knowledge(settings, self._router)
         self.keys = RingHolder(KeyRing.decode(start.keys))
         self.plane: DataPlane = build_data_plane(
-            settings, self._knowledge, self.keys, None, self._homes, self._quarantine
+            settings, self._knowledge, self.keys, ledger, self._homes, self._quarantine
+        )
+        self.plane.telemetry.register(
+            "counter",
+            "warmpath_bus_dropped_messages",
+            "Messages that another process never got: it took nothing for too long.",
+            (),
+            lambda: {(): bus.dropped},
         )
         self._membership = Membership(self._router, self._knowledge.watcher, clock)
         self.server = client_server(settings, self.plane)
@@ -226,9 +236,16 @@ class _Host:
 
     def _start(self, payload: bytes) -> Awaitable[bytes]:
         """What can be done at once is done before the next frame is read."""
-        self._process = _DataProcess(decode_start(payload))
+        ledger = RemoteLedger(lambda message: self._channel.call("ledger", message, _LEDGER_S), self._tell_ledger)
+        self._process = _DataProcess(decode_start(payload), ledger)
         self._process.join()
         return self._listen(self._process)
+
+    def _tell_ledger(self, message: bytes) -> None:
+        """Raises OSError."""
+        if self._channel.is_closed:
+            raise ChannelClosed("the supervisor is gone")
+        self._channel.post("ledger", message)
 
     async def _listen(self, process: _DataProcess) -> bytes:
         listener = await process.listen()

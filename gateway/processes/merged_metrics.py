@@ -65,19 +65,21 @@ class MergedMetrics:
         self._gone = _summed([self._gone, counted])
 
     def families(self) -> list[Metric]:
-        common = [[family for family in families if not _is_of_a_process(family)] for families in self._living.values()]
-        return [_metric(family) for family in (*_summed([self._gone, *common]), *self._by_process())]
+        """All of it, in any thread."""
+        living, gone = dict(self._living), self._gone
+        common = [[family for family in families if not _is_of_a_process(family)] for families in living.values()]
+        return [_metric(family) for family in (*_summed([gone, *common]), *_by_process(living))]
 
-    def _by_process(self) -> Iterator[Family]:
-        found: dict[str, Family] = {}
-        for process, families in self._living.items():
-            for family in filter(_is_of_a_process, families):
-                shown = found.setdefault(family.name, msgspec.structs.replace(family, samples=[]))
-                shown.samples.extend(
-                    _Sample(sample.name, {**sample.labels, "process": process}, sample.value)
-                    for sample in family.samples
-                )
-        yield from found.values()
+
+def _by_process(living: Mapping[str, Sequence[Family]]) -> Iterator[Family]:
+    found: dict[str, Family] = {}
+    for process, families in living.items():
+        for family in filter(_is_of_a_process, families):
+            shown = found.setdefault(family.name, msgspec.structs.replace(family, samples=[]))
+            shown.samples.extend(
+                _Sample(sample.name, {**sample.labels, "process": process}, sample.value) for sample in family.samples
+            )
+    yield from found.values()
 
 
 def _is_of_a_process(family: Family) -> bool:

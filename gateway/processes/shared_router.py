@@ -3,6 +3,11 @@
 So all processes of a gateway see the same load, expect the same blocks, eject the same replicas and learn the same rates, a
 bus's delay (`gateway.processes.bus`) apart. What replicas say themselves each process hears from them.
 
+Of what is sent to a replica the others are told at once, and `route` looks for such news first: requests come in bursts, and
+processes that decide the same moment without knowing of each other send all of it to the replica that waits least. (In virtual
+time the p90 of TTFT on the recorded trace, whose requests come by twenties at the same instant, is 2.1 times that of one
+process where four of them know nothing of the same burst, and 1.05 times where they do.) Everything else can wait a little.
+
 What must hold: when all that other processes began is over, nothing of it is left in any sum here, whatever was lost, came
 twice or in another order on the way: `OpenNumbers` ends what is finished, and a process that is gone, or silent for
 `SILENCE_S`, takes all of its own with it.
@@ -10,7 +15,7 @@ twice or in another order on the way: `OpenNumbers` ends what is finished, and a
 A load frame may say that a replica counts a request before this process has heard of it; those ids are remembered for a
 moment, or the request's tokens would count twice until it is answered.
 
-Pure but for `tell`.
+Pure but for what it is given to tell and hear with.
 """
 
 from __future__ import annotations
@@ -26,7 +31,18 @@ from gateway.processes.messages import (
     Message,
     OpenNumbers,
 )
-from router import BlockName, Decision, Outcome, Query, Reservation, Router, RoutingSettings, Sync, UnknownReplica
+from router import (
+    BlockName,
+    Decision,
+    Outcome,
+    Query,
+    Reservation,
+    Router,
+    RoutingSettings,
+    Sync,
+    UnknownReplica,
+    Unroutable,
+)
 from router.wire import Frame, Load
 
 __all__ = ["SILENCE_S", "SharedRouter"]
@@ -38,11 +54,21 @@ _MOST_NUMBERS: Final = 5_000
 
 
 class SharedRouter(Router):
-    def __init__(self, settings: RoutingSettings, tell: Callable[[Message], None]) -> None:
-        """`tell` sends a message to all other processes."""
+    def __init__(
+        self,
+        settings: RoutingSettings,
+        tell: Callable[[Message], None],
+        tell_now: Callable[[Message], None],
+        catch_up: Callable[[], None],
+    ) -> None:
+        """`tell` sends a message to all other processes soon, `tell_now` before it returns; `catch_up` takes in what they have
+        sent.
+        """
         super().__init__(settings)
         self._policy = settings.policy
         self._tell = tell
+        self._tell_now = tell_now
+        self._catch_up = catch_up
         self._ours: dict[Reservation, int] = {}  # in the order of their numbers
         self._next_number = 0
         self._theirs: dict[int, dict[int, Reservation]] = {}
@@ -52,11 +78,15 @@ class SharedRouter(Router):
 
     # --- ours
 
+    def route(self, query: Query, now: float, draw: float) -> Decision | Unroutable:
+        self._catch_up()
+        return super().route(query, now, draw)
+
     def begin(self, decision: Decision, query: Query, request_id: str, now: float) -> Reservation:
         reservation = super().begin(decision, query, request_id, now)
         number = self._ours[reservation] = self._next_number
         self._next_number += 1
-        self._tell(_begun(number, reservation, list(query.names)))
+        self._tell_now(_begun(number, reservation, list(query.names)))
         return reservation
 
     def answered(self, reservation: Reservation, now: float) -> None:

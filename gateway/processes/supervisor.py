@@ -24,7 +24,8 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admin.bodies import DecisionBody
-from gateway.processes.channel import Answer, Channel, ChannelClosed, ChannelError
+from gateway.processes.bus import SUPERVISOR
+from gateway.processes.channel import Channel, ChannelClosed, ChannelError
 from gateway.processes.control import DECISIONS, FAMILIES, Start, encode
 from gateway.processes.merged_metrics import MergedMetrics
 
@@ -32,7 +33,6 @@ __all__ = ["Supervisor", "announcing"]
 
 _log = logging.getLogger("warmpath.processes")
 
-_OWN_ID: Final = 0
 _START_S: Final = 30.0
 _ANSWER_S: Final = 1.0
 """For what a data process answers without waiting for anything. It learns the rest when it is back."""
@@ -84,12 +84,13 @@ class Supervisor:
         start_of: Callable[[int, Sequence[int]], Start],
         state: Callable[[], Mapping[str, bytes]],
         on_processes: Callable[[Sequence[int]], None],
-        answers: Callable[[int], Mapping[str, Answer]],
+        asked: Callable[[int], Mapping[str, Callable[[bytes], bytes]]],
         on_gone: Callable[[int], None],
     ) -> None:
         """`log`: level and format. `start_of`: what the process of an id must know, given the ids of the others. `state`: what
         all must know, by topic; it is told whenever it changes. `on_processes` is called with the ids of those that serve, when
-        they change, and `on_gone` once for each that ended. `answers`: what the process of an id may ask.
+        they change, and `on_gone` once for each that ended. `asked`: what the process of an id may ask or
+        tell, by topic.
         """
         self._count = count
         self._grace_s = grace_s
@@ -97,7 +98,7 @@ class Supervisor:
         self._start_of = start_of
         self._state = state
         self._on_processes = on_processes
-        self._answers = answers
+        self._asked = asked
         self._on_gone = on_gone
         self._serving: list[_Child] = []
         self._standby: asyncio.Task[_Child] | None = None
@@ -208,7 +209,7 @@ class Supervisor:
                 child.channel.post("peers", encode(ids))
 
     def _ids(self) -> list[int]:
-        return [_OWN_ID, *(child.id for child in self._serving)]
+        return [SUPERVISOR, *(child.id for child in self._serving)]
 
     # --- one that stands by
 
@@ -249,10 +250,11 @@ class Supervisor:
                 ours.close()
                 raise
         number = self._last_id = self._last_id + 1
+        asked = self._asked(number)
         channel = await Channel.over(
             ours,
-            answers=self._answers(number),
-            hears={"unready": lambda reason: setattr(child, "unready", reason.decode())},
+            answers=asked,
+            hears={**asked, "unready": lambda reason: setattr(child, "unready", reason.decode())},
         )
         child = _Child(number, process, channel, asyncio.create_task(channel.run()))
         return child
@@ -313,6 +315,8 @@ class Supervisor:
         """Why clients should wait; None when every process that takes connections can answer."""
         if self._stopping.is_set():
             return "The gateway is stopping."
+        if self._stopping.is_set():
+            return "The gateway stops."
         serving = [child for child in self._serving if child.serves]
         self._was_whole |= len(serving) == self._count
         if not serving or not self._was_whole:

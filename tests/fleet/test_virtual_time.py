@@ -9,6 +9,7 @@ import pytest
 from loadtest.workloads import make_workload
 from router import GateSettings, RoutingSettings
 from router.settings import PolicyName
+from tests.fleet.several import Processes
 from tests.fleet.virtual_time import Figures, VirtualFleet
 
 
@@ -43,3 +44,13 @@ def test_an_overloaded_fleet_gets_as_much_done_through_the_queue_as_without_one(
     assert through.most_queued > 0
     assert through.last_first_s < 1.03 * without.last_first_s
     assert through.ttft_p90 < 1.05 * without.ttft_p90
+
+
+def test_four_processes_route_as_one_does() -> None:
+    alone = figures("cost")
+    workload = make_workload("trace", load=1.0, seed=1, limit=150)
+
+    together = VirtualFleet(workload, RoutingSettings(), router=Processes(4, RoutingSettings())).run()
+
+    assert together.ttft_p90 < 1.15 * alone.ttft_p90
+    assert together.hit_of_ideal > 0.97 * alone.hit_of_ideal

@@ -101,11 +101,12 @@ class VirtualFleet:
         queue: GateSettings | None = None,
         tenant_of: Callable[[Request], str] = lambda request: "",
         priorities: bool = True,
+        router: Router | None = None,
     ) -> None:
         """`priorities`: whether replicas are told them, as own ones are."""
         self._workload = workload
         self._draw = random.Random(seed)
-        self._router = Router(settings)
+        self._router = Router(settings) if router is None else router
         self._info = simulated_info(kv_tokens=workload.kv_tokens)
         self._gate = None if queue is None else Gate(self._router, self._info.model, queue)
         self._tenant_of = tenant_of

@@ -168,7 +168,7 @@ def test_a_key_over_its_limit_is_a_429_with_a_time_to_come_back(up: Up) -> None:
             client.completions.create(model=up.model, prompt="x", max_tokens=1)
 
     assert caught.value.code == "rate_limit_exceeded"
-    assert 0 < float(caught.value.response.headers["retry-after"]) <= 60
+    assert 0 < float(caught.value.response.headers["retry-after"]) <= 61  # a window, and it is never told too early
 
 
 def test_a_revoked_key_is_refused_at_once(up: Up) -> None:

@@ -222,6 +222,15 @@ async def test_metrics_and_decisions_are_those_of_all_processes(served: Served) 
     assert len(helps) == len(set(helps)), "each metric is there once"
 
 
+async def test_a_limit_holds_over_all_processes(served: Served) -> None:
+    made = await asyncio.to_thread(lambda: served.new_key(limits={"requests_per_minute": 30}))
+
+    async with served.client(made["key"]) as client:
+        answers = await asyncio.gather(*(complete(client, f"limit {number}") for number in range(60)))
+
+    assert Counter(answer.status_code for answer in answers) == {200: 30, 429: 30}
+
+
 async def test_what_an_operator_changes_holds_in_every_process_at_once(served: Served) -> None:
     with served.admin as admin:
         for replica in ("r-0", "r-1"):
@@ -278,7 +287,7 @@ async def test_a_dashboard_sees_what_all_processes_do(served: Served) -> None:
 async def test_a_burst_of_one_new_prefix_goes_to_one_replica(served: Served) -> None:
     prompt = f"{secrets.token_hex(4)} " + "a tale of many words " * 500
     async with served.client() as client:
-        first = asyncio.create_task(complete(client, prompt))
+        first = asyncio.create_task(complete(client, prompt, max_tokens=80, ignore_eos=True))
         await eventually(lambda: served.in_flight() > 0)  # its first message is on its way to all processes by then
         answers = [*await asyncio.gather(*(complete(client, prompt) for _ in range(23))), await first]
 
@@ -345,7 +354,7 @@ async def test_a_killed_process_costs_its_own_streams_and_is_back(served: Served
     assert {answer.status_code for answer in answers} == {200}
     assert all(stream.done != stream.broken for stream in opened), "what is not of that process goes on to its end"
     assert len(broken) < len(opened)
-    assert back_s < 10, "the machine that tests may be slow; docs/operating.md has the time of an idle one"
+    assert back_s < 5, "0.1 s, but for a machine that does much else"
     assert standby in served.data_processes(), "the one that stood by took its place"
     await eventually(lambda: served.in_flight() == 0)
     assert served.served() >= before, "what was counted stays counted"

@@ -36,7 +36,7 @@ class Process:
     router: SharedRouter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.router = SharedRouter(RoutingSettings(), self.said.append)
+        self.router = SharedRouter(RoutingSettings(), self.said.append, self.said.append, lambda: None)
         for replica in REPLICAS:
             spec = ReplicaSpec(url=f"http://{replica}", model="m", kind="openai")
             self.router.add(replica, spec, 0.0)
@@ -46,10 +46,8 @@ class Process:
         return next(view for view in self.router.replicas() if view.id == replica)
 
     def begin(self, request_id: str = "req", now: float = 1.0, replica: str = "r0", tokens: int = 512) -> Reservation:
-        query = Query("m", NAMES, tokens, exclude=frozenset(REPLICAS) - {replica})
-        decision = self.router.route(query, now, 0.0)
-        assert isinstance(decision, Decision)
-        return self.router.begin(decision, query, request_id, now)
+        decision = Decision(replica, 0, tokens, "of the test", 1.0, "cost", ())
+        return self.router.begin(decision, Query("m", NAMES, tokens), request_id, now)
 
     def take(self) -> list[Message]:
         said, self.said[:] = list(self.said), []
