@@ -78,8 +78,8 @@ class _Flow(Generic[T]):
 class _Band(Generic[T]):
     """One priority. Tags only grow, so a heap that still has an older one is put right when it comes to the top."""
 
-    def __init__(self, credit: int) -> None:
-        self._credit = credit
+    def __init__(self, credit: float) -> None:
+        self.credit = credit
         self.size = 0
         self.work = 0
         self.owed = 0.0
@@ -97,7 +97,7 @@ class _Band(Generic[T]):
             flow = self._flows[entry.tenant] = _Flow(-math.inf, entry.weight)
         flow.weight = entry.weight
         if not flow.entries:
-            flow.tag = max(flow.tag, self._now - self._credit, 0.0)
+            flow.tag = max(flow.tag, self._now - self.credit, 0.0)
         flow.entries[entry] = None
         flow.work += entry.work
         if not flow.in_heap:
@@ -168,7 +168,7 @@ class _Band(Generic[T]):
         """Tenants that are away and owe nothing. The others must be remembered: else leaving would pay."""
         if len(self._flows) <= _SPARE + 2 * len(self._heap):
             return
-        oldest = self._now - self._credit
+        oldest = self._now - self.credit
         self._flows = {
             tenant: flow for tenant, flow in self._flows.items() if flow.entries or flow.in_heap or flow.tag > oldest
         }
@@ -181,7 +181,7 @@ class _Share:
 
 
 class FairQueue(Generic[T]):
-    def __init__(self, limit: int, credit: int = 0) -> None:
+    def __init__(self, limit: int, credit: float = 0.0) -> None:
         """At most `limit` entries. `credit`: work ÷ weight that a tenant may catch up on after it was away."""
         self.limit = limit
         """May change: who waits already keeps its place."""
@@ -198,6 +198,11 @@ class FairQueue(Generic[T]):
     def work(self) -> int:
         """Tokens of all that waits."""
         return sum(band.work for band in self._bands.values())
+
+    def set_credit(self, credit: float) -> None:
+        """For tenants that come back from now on."""
+        for band in self._bands.values():
+            band.credit = credit
 
     def depth(self, priority: Priority) -> int:
         return self._bands[priority].size

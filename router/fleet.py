@@ -29,6 +29,10 @@ __all__ = ["Outcome", "Replica", "ReplicaView", "Reservation", "ReservationError
 _HEAVY_TOKENS: Final = 128
 """Fewer uncached tokens than these take less time than a network's noise, so others are not disturbed by them."""
 
+_KEPT_FREE: Final = 1 / 8
+"""Of sequences and KV, for tenants that had less than their share: an answer holds its own for as long as it takes, and who
+comes meanwhile would wait for one to end."""
+
 _SURE_SAMPLES: Final = 8
 """Before so many prompts were timed, the time of one says nothing of what was cached."""
 _TELLING_S: Final = 0.05
@@ -264,21 +268,24 @@ class Replica:
             return max(load.running, 0) * self._running_s(load)
         return (self.inflight - len(self._prefilling)) * self.settings.running_s
 
-    def has_room(self, uncached_tokens: int, now: float) -> bool:
+    def has_room(self, uncached_tokens: int, now: float, *, yields: bool = False) -> bool:
         """Whether a prompt with so much to compute could begin beside what runs and waits there: a sequence is free for it, or
-        will be for the next one, and the KV cache can hold it. True where the replica does not tell, and for a prompt that it
-        can never hold: that one it refuses.
+        will be for the next one, and the KV cache can hold it. One that yields must leave some of both free. True where the
+        replica does not tell, and for a prompt that it can never hold: that one it refuses.
         """
         load, hello = self.load, self.hello
         if load is None or hello is None or now >= self._load_until:
             return True
-        if load.running + load.waiting + self._unadmitted > hello.max_num_seqs > 0:
+        usable = 1 - _KEPT_FREE if yields else 1.0
+        if load.running + load.waiting + self._unadmitted > usable * hello.max_num_seqs > 0:
             return False
         capacity = hello.capacity_blocks * hello.block_size
         promised = self.unadmitted_tokens + (load.waiting_uncached_tokens if load.waiting > 0 else 0)
         if uncached_tokens > capacity:
             return True
-        return load.kv_used_blocks * hello.block_size + promised + uncached_tokens <= capacity
+        if uncached_tokens > usable * capacity:
+            usable = 1.0
+        return load.kv_used_blocks * hello.block_size + promised + uncached_tokens <= usable * capacity
 
     def _own_backlog(self, now: float, rate: float) -> float:
         """Tokens left of what we promised, where the replica does not tell: in order of arrival, the first one under way."""

@@ -31,8 +31,9 @@ __all__ = ["Asked", "Dropped", "Gate", "GateSettings", "GateView", "Placed"]
 
 _REQUEST_TOKENS: Final = 128
 """What a prompt counts for beside its uncached tokens: one that is all cached takes a place and some milliseconds too."""
-_CREDIT_TOKENS: Final = 1 << 18
-"""What a tenant of weight 1 may catch up on: a burst of some twenty long prompts."""
+_CREDIT_S: Final = 5.0
+"""What a tenant of weight 1 may catch up on: what the fleet computes in so long. Talks come in bursts of a few seconds; more
+would let one that comes back hold up the others for longer than they notice."""
 _OUTPUT_WEIGHT: Final = 2
 """A generated token against a prompt token: as in the virtual token counter, and about what providers charge."""
 _LOOK_AGAIN_S: Final = 0.05
@@ -138,7 +139,7 @@ class Gate:
         self._router = router
         self._model = model
         self._settings = settings
-        self._queue: FairQueue[Asked] = FairQueue(settings.max_queued, _CREDIT_TOKENS)
+        self._queue: FairQueue[Asked] = FairQueue(settings.max_queued)
         self._rate = _ServiceRate()
         self._last_tenant: str | None = None
         self._shared_until = -math.inf
@@ -169,6 +170,7 @@ class Gate:
         """Give it a place in the queue: the place, and whose place was lost by it, maybe its own. `since`: when it came first,
         from which its deadline counts.
         """
+        self._queue.set_credit(_CREDIT_S * self._router.fleet_tok_s(self._model))
         decision = self._router.route(asked.query, now, draw)
         uncached = asked.query.num_tokens if isinstance(decision, Unroutable) else _uncached(decision)
         entry = Entry(
@@ -248,15 +250,17 @@ class Gate:
         if isinstance(decision, Unroutable):
             self._short_by_s = math.inf
             return None if decision.code == "capacity" else decision
-        has_room = router.has_room(decision, now)
+        has_room = router.has_room(decision, now, yields=query.yields)
         if decision.wait_s > within_s or not has_room:
-            soonest_s = router.soonest_s(decision, now)
+            soonest_s = router.soonest_s(decision, now, yields=query.yields)
             if soonest_s > within_s:
                 # A wait falls by a second a second while its replica computes.
                 self._short_by_s = soonest_s - self._settings.ahead_s
                 return None
             if not has_room:
-                query = msgspec.structs.replace(query, exclude=query.exclude | router.full(decision, now))
+                query = msgspec.structs.replace(
+                    query, exclude=query.exclude | router.full(decision, now, yields=query.yields)
+                )
                 decision = router.route(query, now, draw)
                 if isinstance(decision, Unroutable):
                     return decision

@@ -319,26 +319,32 @@ class Router:
             chosen.wait_s,
         )
 
-    def has_room(self, decision: Decision, now: float) -> bool:
-        """Whether the prompt could begin where it was decided to go when its turn comes: a sequence is free for it, and KV."""
-        return self._known(decision.replica_id).has_room(decision.prompt_tokens - decision.matched_tokens, now)
+    def has_room(self, decision: Decision, now: float, *, yields: bool = False) -> bool:
+        """Whether the prompt could begin where it was decided to go when its turn comes: a sequence is free for it, and KV.
+        `yields`: of its query.
+        """
+        uncached_tokens = decision.prompt_tokens - decision.matched_tokens
+        return self._known(decision.replica_id).has_room(uncached_tokens, now, yields=yields)
 
-    def soonest_s(self, decision: Decision, now: float) -> float:
+    def soonest_s(self, decision: Decision, now: float, *, yields: bool = False) -> float:
         """The least time that other prompts take before this one on any replica that could take it and has room; infinity
         when none has. O(replicas).
         """
         soonest = math.inf
         for each in decision.candidates:
-            if each.eligible and (replica := self._known(each.replica)).has_room(each.uncached_tokens, now):
+            if not each.eligible:
+                continue
+            replica = self._known(each.replica)
+            if replica.has_room(each.uncached_tokens, now, yields=yields):
                 soonest = min(soonest, each.wait_s - replica.decoding_s(now))
         return soonest
 
-    def full(self, decision: Decision, now: float) -> frozenset[str]:
+    def full(self, decision: Decision, now: float, *, yields: bool = False) -> frozenset[str]:
         """Replicas that have no room for the prompt."""
         return frozenset(
             each.replica
             for each in decision.candidates
-            if not self._known(each.replica).has_room(each.uncached_tokens, now)
+            if not self._known(each.replica).has_room(each.uncached_tokens, now, yields=yields)
         )
 
     def prefill_tok_s(self, model: str) -> float:
@@ -347,6 +353,11 @@ class Router:
         replicas = tuple(members.replicas.values()) if members is not None else ()  # metrics are read in another thread
         known = [replica.rate for replica in replicas if replica.rate is not None]
         return sum(known) / len(known) if known else self._settings.prefill_tok_s
+
+    def fleet_tok_s(self, model: str) -> float:
+        """Prefill tokens a second of all replicas of the model together."""
+        members = self._pools.get(model)
+        return self.prefill_tok_s(model) * (len(members.replicas) if members is not None else 1)
 
     def begin(self, decision: Decision, query: Query, request_id: str, now: float) -> Reservation:
         """The prompt is about to be sent: its work is promised and its blocks are expected there from now on.

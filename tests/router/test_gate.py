@@ -210,3 +210,19 @@ def test_nothing_is_left_of_what_yielded() -> None:
     router.finish(placed.reservation, 1.0, Outcome.CANCELLED, None)
 
     assert placed.reservation.replica.yielding_tokens == 0
+
+
+def test_those_who_had_their_share_leave_some_sequences_and_kv_to_those_who_had_not() -> None:
+    router = own_fleet(1, capacity=1000)
+    gate = new_gate(router)
+    assert passes(router, gate, asked("a"))
+    assert passes(router, gate, asked("b"))
+    busy(router, 1.0)
+    enters(gate, asked("b", 160))
+
+    busy(router, 0.0, running=57)
+    assert released(gate, 0.0) == [], "64 sequences, of which eight are kept"
+    busy(router, 0.0, kv_used_blocks=870)
+    assert released(gate, 0.0) == []
+    busy(router, 0.0, running=50, kv_used_blocks=860)
+    assert len(released(gate, 0.0)) == 1
