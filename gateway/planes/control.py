@@ -91,7 +91,7 @@ def build_control_plane(
     )
     explainer = Explainer(
         router,
-        settings.admission.max_wait_s,
+        lambda: reloader.settings.admission.max_wait_s,
         knowledge.aliases,
         knowledge.preparer,
         keys,

@@ -62,6 +62,7 @@ class DataPlane:
         self.dispatcher.configure(
             settings.stream.timeouts, commit_after_s=settings.stream.commit_after_s, ping_s=settings.stream.ping_s
         )
+        self.admission.configure(settings.admission.gate_settings)
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:

@@ -21,7 +21,7 @@ __all__ = ["Explainer", "endpoint_of"]
 @dataclass(frozen=True, slots=True)
 class Explainer:
     router: Router
-    max_wait_s: float
+    max_wait_s: Callable[[], float]
     aliases: Aliases
     preparer: Preparer
     keys: KeyStore
@@ -41,7 +41,7 @@ class Explainer:
         decision = self.router.route(prompt.query(request), now, self.draw())
         if isinstance(decision, Unroutable):
             raise unroutable(decision, request.model)
-        return decision, self.router.is_saturated(decision, self.max_wait_s, now)
+        return decision, self.router.soonest_s(decision, now) > self.max_wait_s()
 
 
 class _Shape(msgspec.Struct):

@@ -9,6 +9,7 @@ import pytest
 from loadtest.workloads import make_workload
 from router import GateSettings, RoutingSettings
 from router.settings import PolicyName
+from tests.fleet.flood import flooded, quiet, ttft_of_quiet
 from tests.fleet.several import Processes
 from tests.fleet.virtual_time import Figures, VirtualFleet
 
@@ -54,3 +55,13 @@ def test_four_processes_route_as_one_does() -> None:
 
     assert together.ttft_p90 < 1.15 * alone.ttft_p90
     assert together.hit_of_ideal > 0.97 * alone.hit_of_ideal
+
+
+def test_a_tenant_that_floods_hardly_delays_another_one() -> None:
+    """The short run of `tests.fleet.flood`, whose long ones are in docs/operating.md."""
+    alone = quiet(1, limit=50)
+    found, crowded = ttft_of_quiet(alone, 1), ttft_of_quiet(flooded(alone, 1), 1)
+
+    assert crowded.most_queued > 100
+    assert crowded.dropped == 0
+    assert crowded.ttft_p90 < 1.2 * found.ttft_p90

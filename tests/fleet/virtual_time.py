@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from router import (
     block_names,
     root_name,
 )
-from router.fair_queue import Entry
+from router.fair_queue import Entry, Priority
 from router.wire import FrameDecoder, Hello, ReplicaSpec
 from workers.engine import Engine
 from workers.events import EventLog, LoadThrottle
@@ -42,6 +43,8 @@ from workers.protocol import EngineInfo, Sampling, StepReport, Submit
 from workers.simulated import SimulatedRunner, engine_over, simulated_info
 
 REPLICAS: Final = 8
+_LEAST_PAUSE_S: Final = 0.005
+"""Between two looks at the queue, as in `gateway.admission`."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +100,20 @@ class VirtualFleet:
         seed: int = 1,
         queue: GateSettings | None = None,
         tenant_of: Callable[[Request], str] = lambda request: "",
+        priorities: bool = True,
         router: Router | None = None,
     ) -> None:
+        """`priorities`: whether replicas are told them, as own ones are."""
         self._workload = workload
         self._draw = random.Random(seed)
         self._router = Router(settings) if router is None else router
         self._info = simulated_info(kv_tokens=workload.kv_tokens)
         self._gate = None if queue is None else Gate(self._router, self._info.model, queue)
         self._tenant_of = tenant_of
+        self._priorities = priorities
         self._waiting: dict[Entry[Asked], _Asked] = {}
-        self._look_planned = False
+        self._look_at: float | None = None
+        self._looked_at = -math.inf
         self._most_queued = 0
         self._dropped: list[_Asked] = []
         self._root = root_name(model=self._info.model)
@@ -114,11 +121,16 @@ class VirtualFleet:
         self._numbers = itertools.count()
         self._due: list[tuple[float, int, str, int]] = []
         self._asked: dict[int, _Asked] = {}
-        self._open = len(workload.requests)
+        self._open = 0
+        self._until: str | None = None
         self._replicas = [self._start(number) for number in range(REPLICAS)]
 
-    def run(self) -> Figures:
-        for number, request in enumerate(self._workload.requests):
+    def run(self, until: str | None = None) -> Figures:
+        """To the end, or until all requests of one tenant have ended."""
+        requests = self._workload.requests
+        self._open = sum(until in (None, self._tenant_of(request)) for request in requests)
+        self._until = until
+        for number, request in enumerate(requests):
             self._plan(request.at_s, "request", number)
         happen = {
             "request": self._on_request,
@@ -168,14 +180,20 @@ class VirtualFleet:
         self._most_queued = max(self._most_queued, len(self._gate))
         if displaced is not None:
             self._drop(displaced)
-        self._plan_look(now)
+        self._hear(now)
 
     def _send(self, asked: _Asked, placed: Placed, now: float) -> None:
         request = self._workload.requests[asked.number]
         asked.replica, asked.reservation = int(placed.decision.replica_id), placed.reservation
         number, chosen = asked.number, asked.replica
         sampling = Sampling(max_tokens=request.max_tokens, seed=number, ignore_eos=True)
-        submit = Submit(rid=number, request_id=str(number), prompt=request.prompt.encode(), sampling=sampling)
+        submit = Submit(
+            rid=number,
+            request_id=str(number),
+            prompt=request.prompt.encode(),
+            sampling=sampling,
+            priority=placed.engine_priority(Priority.DEFAULT) if self._priorities else 0,
+        )
         replica = self._replicas[chosen]
         if replica.running is None:
             replica.engine.submit(submit)
@@ -185,23 +203,34 @@ class VirtualFleet:
 
     def _drop(self, entry: Entry[Asked]) -> None:
         self._dropped.append(self._waiting.pop(entry))
-        self._open -= 1
+        self._ended(self._dropped[-1])
+
+    def _ended(self, asked: _Asked) -> None:
+        self._open -= self._until in (None, asked.tenant)
 
     def _on_look(self, _: int, now: float) -> None:
-        """As `gateway.admission` does, but for what it hears in between: looks at the queue when something may have changed."""
+        """As `gateway.admission` does: looks at the queue when something was heard and when a replica should be free."""
         assert self._gate is not None
-        self._look_planned = False
+        if now != self._look_at:
+            return  # another one came before it
+        self._look_at, self._looked_at = None, now
         for entry, end in self._gate.release(now, self._draw.random, 16):
             if isinstance(end, Dropped):
                 self._drop(entry)
             else:
                 self._send(self._waiting.pop(entry), end, now)
-        self._plan_look(now)
+        if self._gate:
+            self._look(now + self._gate.next_in_s())
 
-    def _plan_look(self, now: float) -> None:
-        if self._gate and not self._look_planned:
-            self._look_planned = True
-            self._plan(now + self._gate.next_in_s(), "look", 0)
+    def _hear(self, now: float) -> None:
+        if self._gate:
+            self._look(now)
+
+    def _look(self, at_s: float) -> None:
+        at_s = max(at_s, self._looked_at + _LEAST_PAUSE_S)
+        if self._look_at is None or at_s < self._look_at:
+            self._look_at = at_s
+            self._plan(at_s, "look", 0)
 
     def _begin_step(self, number: int, now: float) -> None:
         replica = self._replicas[number]
@@ -230,7 +259,8 @@ class VirtualFleet:
                 self._router.finish(asked.reservation, now, Outcome.OK, output.cached_tokens)
                 if self._gate is not None:
                     self._gate.answered(asked.tenant, self._workload.requests[asked.number].max_tokens)
-                self._open -= 1
+                self._ended(asked)
+        self._hear(now)
         self._begin_step(number, now)
 
     def _publish(self, number: int, report: StepReport, now: float) -> None:
@@ -246,17 +276,21 @@ class VirtualFleet:
             replica.load_planned = False
         if now >= replica.loads.due_at():
             self._router.apply(_name(number), replica.loads.take(seq=replica.log.seq, now=now, ts=now), now)
+            self._hear(now)
         if not replica.load_planned:
             replica.load_planned = True
             self._plan(max(replica.loads.due_at(), now + 0.01), "load", number)
 
-    def figures(self, tenant: str | None = None) -> Figures:
-        """Of a tenant's requests, or of all, after `run`."""
+    def figures(self, tenant: str | None = None, after_s: float = 0.0) -> Figures:
+        """Of a tenant's requests, or of all, that came later than `after_s`; after `run`."""
         requests = self._workload.requests
         counted = [
             asked
             for asked in self._asked.values()
-            if not requests[asked.number].warm and tenant in (None, asked.tenant) and asked.first_at is not None
+            if not requests[asked.number].warm
+            and tenant in (None, asked.tenant)
+            and asked.first_at is not None
+            and asked.due_at >= after_s
         ]
         ideal = ideal_cached_tokens(requests)
         ttft_ms = sorted(1000 * (asked.first_at - asked.due_at) for asked in counted if asked.first_at is not None)

@@ -47,6 +47,7 @@ def test_what_changed_is_named_and_what_needs_a_restart_stays_as_it_was() -> Non
         aliases={"a": "m"},
         replicas=[{"url": "http://10.0.0.1:8000"}],
         tenants={"blue": {"weight": 2}},
+        admission={"max_wait_s": 1},
     )
 
     plan = plan_reload(old, new)
@@ -58,6 +59,7 @@ def test_what_changed_is_named_and_what_needs_a_restart_stays_as_it_was() -> Non
         "aliases",
         "replicas",
         "tenants",
+        "admission.max_wait_s",
     }
     assert set(plan.needs_restart) == {
         *("server.port", "server.open", "admin.key", "state_dir", "routing.index_bytes", "limits.hosts")
