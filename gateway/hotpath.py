@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
@@ -42,9 +42,9 @@ from gateway.server.asgi import (
     ClientGone,
     Header,
     Reply,
-    header,
     read_body,
     request_id,
+    require_json,
     while_connected,
 )
 from gateway.spending import Spending
@@ -217,12 +217,12 @@ class HotPath:
         home = None
         if stored is not None:
             request, home = self._find(stored, owner)
-            asked = request.model
+            asked = (request.model, *self._aliases.of(request.model))  # by which of them is not known any more
         else:
-            _require_json(scope)
+            require_json(scope)
             body = await read_body(scope, receive, self._max_body_bytes)
             request = parse_request(cast(Endpoint, scope["path"]), body, open_access=key is None)
-            asked = request.model
+            asked = (request.model,)
             request = self._aliases.resolve(request)
             if request.follows is not None and (known := self._home(owner, request.follows)) is not None:
                 home = known.replica_id if known.model == request.model else None
@@ -315,11 +315,11 @@ class HotPath:
         except UnknownReplica:
             return None
 
-    def _pool(self, request: GenerationRequest, asked: str, key: KeyRecord | None) -> Pool:
-        """`asked`: the name that the client used, and that its key must allow."""
+    def _pool(self, request: GenerationRequest, asked: Sequence[str], key: KeyRecord | None) -> Pool:
+        """`asked`: the names that the client may have used, one of which its key must allow."""
         pool = self._router.pool(request.model)
-        if pool is None or (key is not None and not key.may_ask(asked)):  # one answer: nobody learns what there is
-            raise unroutable(self._router.unserved(), asked)
+        if pool is None or (key is not None and not any(map(key.may_ask, asked))):
+            raise unroutable(self._router.unserved(), asked[0])  # one answer: nobody learns what there is
         if pool.key_space == "tokens" and request.endpoint in _OWN_WORKERS_LACK:
             raise unsupported(request)
         return pool
@@ -371,11 +371,3 @@ def _client_retries(scope: Scope) -> int:
         if name == b"x-stainless-retry-count":
             return int(value) if value.isdigit() and len(value) <= _MAX_RETRY_DIGITS else 0
     return 0
-
-
-def _require_json(scope: Scope) -> None:
-    kind = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":
-        raise ApiError(415, "unsupported_media_type", "The body must be sent as 'content-type: application/json'.")
-    if header(scope, b"content-encoding") not in (None, b"identity"):
-        raise ApiError(415, "unsupported_encoding", "A compressed request body is not supported.")

@@ -30,6 +30,7 @@ __all__ = [
     "new_request_id",
     "read_body",
     "request_id",
+    "require_json",
     "while_connected",
 ]
 
@@ -89,6 +90,15 @@ def new_request_id() -> str:
         step = 2 * _ID_BYTES
         _spare_ids.extend(f"req-{drawn[start : start + step]}" for start in range(0, len(drawn), step))
         return _spare_ids.pop()
+
+
+def require_json(scope: Scope) -> None:
+    """Raises `ApiError` 415 for a body that is announced as anything else, or compressed: nothing is guessed or inflated."""
+    kind = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise ApiError(415, "unsupported_media_type", "The body must be sent as 'content-type: application/json'.")
+    if header(scope, b"content-encoding") not in (None, b"identity"):
+        raise ApiError(415, "unsupported_encoding", "A compressed request body is not supported.")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
