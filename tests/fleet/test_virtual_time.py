@@ -9,7 +9,7 @@ import pytest
 from loadtest.workloads import make_workload
 from router import GateSettings, RoutingSettings
 from router.settings import PolicyName
-from tests.fleet.several import Processes
+from tests.fleet.several import Processes, several_gateways
 from tests.fleet.virtual_time import Figures, VirtualFleet
 
 
@@ -54,3 +54,16 @@ def test_four_processes_route_as_one_does() -> None:
 
     assert together.ttft_p90 < 1.15 * alone.ttft_p90
     assert together.hit_of_ideal > 0.97 * alone.hit_of_ideal
+
+
+def test_two_gateways_share_a_burst_out_better_than_if_each_were_alone() -> None:
+    workload = make_workload("trace", load=1.0, seed=1, limit=150)
+
+    alone, apart = (
+        VirtualFleet(
+            workload, RoutingSettings(), router=several_gateways(2, away_s), gateways=2, decide_s=0.001, frame_s=0.002
+        ).run()
+        for away_s in (0.0, RoutingSettings().away_s)
+    )
+
+    assert apart.ttft_p90 < 0.9 * alone.ttft_p90
