@@ -44,19 +44,20 @@ from gateway.dispatch import Dispatcher, Record
 from gateway.failures import unroutable
 from gateway.homes import Homes
 from gateway.hotpath import PUBLIC_GROUP, Access, HotPath
-from gateway.keys import KeyKind, KeyStore, RingSource
-from gateway.keys.opening import open_key_store
+from gateway.keys import KeyKind, KeyStore, KeyStoreError, RingSource
+from gateway.keys.opening import given_keys, open_key_store
 from gateway.limiting import build_limiter, limit_rules, limiter_running
 from gateway.limits import LedgerLink, Limiter
 from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, parse_request
 from gateway.prepare import Preparer, Prompters
-from gateway.public import public_app
+from gateway.public import public_app, public_routes
 from gateway.queue_gauges import queue_gauges
 from gateway.reloading import Reloader, SettingsSource
+from gateway.repeating import repeat
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.serving import listening, make_server, spare_collections
+from gateway.serving import keep_freed_memory, listening, make_server, spare_collections
 from gateway.settings import Settings, TracingSettings
 from gateway.shutdown import ClientServer
 from gateway.telemetry import Telemetry, render
@@ -176,7 +177,10 @@ class ControlPlane:
     async def background(self) -> AsyncIterator[None]:
         """Watches the settings and their replicas, and ends leases, while the block runs."""
         self.registry.set_static(_static(self.reloader.settings), time.monotonic())
-        tasks = [asyncio.create_task(self._expire_leases()), asyncio.create_task(self.reloader.run())]
+        tasks = [
+            asyncio.create_task(repeat(self._expire_leases, _EXPIRE_EVERY_S, _log, "ending leases")),
+            asyncio.create_task(self.reloader.run()),
+        ]
         try:
             yield
         finally:
@@ -186,9 +190,7 @@ class ControlPlane:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _expire_leases(self) -> None:
-        while True:
-            await asyncio.sleep(_EXPIRE_EVERY_S)
-            self.registry.expire(time.monotonic())
+        self.registry.expire(time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,11 +364,13 @@ def build_data_plane(
     )
     hot_path = HotPath(
         public_app(
-            knowledge.router,
-            knowledge.cards,
-            knowledge.aliases,
-            authenticator,
-            unix_time=lambda moment: moment + time.time() - clock(),
+            public_routes(
+                knowledge.router,
+                knowledge.cards,
+                knowledge.aliases,
+                authenticator,
+                unix_time=lambda moment: moment + time.time() - clock(),
+            )
         ),
         router=knowledge.router,
         access=Access(
@@ -424,11 +428,20 @@ def build_control_plane(
         apply(new)
         registry.configure(lease_s=new.leases.lease_s, forget_after_s=new.leases.forget_after_s)
         registry.set_static(_static(new), time.monotonic())
+        keys.give(given_keys(new))
+
+    def faults_of(new: Settings) -> list[str]:
+        faults = [f"replicas: {fault}" for fault in registry.faults_of(_static(new))]
+        try:
+            keys.given_records(given_keys(new))
+        except KeyStoreError as error:
+            faults.append(f"keys.static: {error}")
+        return faults
 
     reloader = Reloader(
         settings,
         source or SettingsSource(load=lambda: settings),
-        faults_of=lambda new: [f"replicas: {fault}" for fault in registry.faults_of(_static(new))],
+        faults_of=faults_of,
         apply=apply_all,
     )
     telemetry.register(
@@ -441,7 +454,7 @@ def build_control_plane(
     telemetry.register(
         "counter",
         "warmpath_health_transitions",
-        "Times that a replica turned well or down, by its probes or its event stream.",
+        "Times that a replica turned up or down, by its probes or its event stream.",
         ("model", "to"),
         lambda: {(model, to): count for (model, to), count in list(watcher.transitions.items())},
     )
@@ -586,6 +599,7 @@ async def run_gateway(settings: Settings, source: SettingsSource) -> None:
             *admin_socket.getsockname()[:2],
         )
         spare_collections()
+        keep_freed_memory()
         async with gateway.background():
             serving = asyncio.create_task(admin.serve([admin_socket]))
             try:

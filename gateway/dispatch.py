@@ -392,14 +392,14 @@ class Dispatcher:
             headers.append((b"authorization", b"Bearer " + spec.credential.encode()))
         extra: dict[str, Any] = {}
         if spec.kind == "warmpath":
-            extra["warmpath"] = PromptField(
-                prompt_ids=job.prompt.ids or "",
+            field = PromptField(
                 escape=job.prompt.escape,
                 salt=job.salt,
                 seed=job.seed,
                 request_id=job.request_id,
                 priority=job.priority,
             )
+            extra["warmpath"] = msgspec.Raw(field.encode(job.prompt.ids or b""))
         return UpstreamRequest(
             method=job.request.method,
             origin=origin,

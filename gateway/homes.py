@@ -14,6 +14,8 @@ __all__ = ["Home", "Homes"]
 
 _MOST: Final = 1 << 16
 """About 20 MB. The oldest go first: they lose their way, not their content, and a fresh talk goes anywhere."""
+_MOST_CHARS: Final = 256
+"""Of a name. Servers' ids have 30 to 80; a longer one comes from somebody who wants memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,9 @@ class Homes:
         self._homes: OrderedDict[tuple[str, str], Home] = OrderedDict()  # by owner and id, the least used first
 
     def made(self, owner: str, name: str, home: Home) -> None:
-        """`name`: id of a response or conversation."""
+        """`name`: id of a response or conversation. One that is longer than ids are is not kept."""
+        if len(name) > _MOST_CHARS:
+            return
         self._homes[owner, name] = home
         self._homes.move_to_end((owner, name))
         if len(self._homes) > self._most:

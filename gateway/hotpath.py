@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
@@ -39,13 +39,12 @@ from gateway.openai import ENDPOINTS, Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
 from gateway.server.asgi import (
-    WRITE_EXTENSION,
     ClientGone,
     Header,
     Reply,
-    header,
     read_body,
     request_id,
+    require_json,
     while_connected,
 )
 from gateway.spending import Spending
@@ -157,7 +156,7 @@ class HotPath:
             await self._rest(scope, receive, send)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
-        reply = Reply(send, request_id(scope), scope.get("extensions", {}).get(WRITE_EXTENSION))
+        reply = Reply(send, request_id(scope), scope.get("extensions"))
         record = Record(
             request_id=reply.request_id,
             endpoint=stored.endpoint if stored else scope["path"],
@@ -169,7 +168,7 @@ class HotPath:
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._running.add(task)
         try:
-            await self._answer(scope, receive, reply, record, stored)
+            await self._answer(scope, receive, reply, record, stored, task)
             record.status = reply.status or 0
         except ApiError as error:
             record.error_code = error.code
@@ -198,7 +197,13 @@ class HotPath:
             self._on_finish(record)
 
     async def _answer(
-        self, scope: Scope, receive: Receive, reply: Reply, record: Record, stored: StoredCall | None
+        self,
+        scope: Scope,
+        receive: Receive,
+        reply: Reply,
+        record: Record,
+        stored: StoredCall | None,
+        task: asyncio.Task[None],
     ) -> None:
         key = authenticate(self._access.authenticator, scope, _SCOPES[record.endpoint])
         owner = record.tenant = key.tenant if key is not None else PUBLIC_GROUP
@@ -212,12 +217,12 @@ class HotPath:
         home = None
         if stored is not None:
             request, home = self._find(stored, owner)
-            asked = request.model
+            asked = (request.model, *self._aliases.of(request.model))  # by which of them is not known any more
         else:
-            _require_json(scope)
+            require_json(scope)
             body = await read_body(scope, receive, self._max_body_bytes)
             request = parse_request(cast(Endpoint, scope["path"]), body, open_access=key is None)
-            asked = request.model
+            asked = (request.model,)
             request = self._aliases.resolve(request)
             if request.follows is not None and (known := self._home(owner, request.follows)) is not None:
                 home = known.replica_id if known.model == request.model else None
@@ -231,7 +236,7 @@ class HotPath:
                 request=request,
                 prompt=prompt,
                 salt=salt,
-                seed=request.seed if request.seed is not None else secrets.randbits(63),
+                seed=request.seed if request.seed is not None else random.getrandbits(63),
                 request_id=reply.request_id,
                 debug=key is not None and key.debug,
                 owner=owner,
@@ -240,7 +245,7 @@ class HotPath:
                 home=home,
             )
 
-        async with while_connected(scope, receive, reply):
+        async with while_connected(scope, receive, reply, task):
             if request.endpoint in _TOKENIZING:
                 with await self._admit(caller, request, _NOTHING_TO_COMPUTE, reply, record):
                     if (tokens := await self._tokenizing.answer(request, pool)) is not None:
@@ -310,11 +315,11 @@ class HotPath:
         except UnknownReplica:
             return None
 
-    def _pool(self, request: GenerationRequest, asked: str, key: KeyRecord | None) -> Pool:
-        """`asked`: the name that the client used, and that its key must allow."""
+    def _pool(self, request: GenerationRequest, asked: Sequence[str], key: KeyRecord | None) -> Pool:
+        """`asked`: the names that the client may have used, one of which its key must allow."""
         pool = self._router.pool(request.model)
-        if pool is None or (key is not None and not key.may_ask(asked)):  # one answer: nobody learns what there is
-            raise unroutable(self._router.unserved(), asked)
+        if pool is None or (key is not None and not any(map(key.may_ask, asked))):
+            raise unroutable(self._router.unserved(), asked[0])  # one answer: nobody learns what there is
         if pool.key_space == "tokens" and request.endpoint in _OWN_WORKERS_LACK:
             raise unsupported(request)
         return pool
@@ -366,11 +371,3 @@ def _client_retries(scope: Scope) -> int:
         if name == b"x-stainless-retry-count":
             return int(value) if value.isdigit() and len(value) <= _MAX_RETRY_DIGITS else 0
     return 0
-
-
-def _require_json(scope: Scope) -> None:
-    kind = (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":
-        raise ApiError(415, "unsupported_media_type", "The body must be sent as 'content-type: application/json'.")
-    if header(scope, b"content-encoding") not in (None, b"identity"):
-        raise ApiError(415, "unsupported_encoding", "A compressed request body is not supported.")

@@ -7,20 +7,25 @@ vLLM: the base model of an adapter.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 __all__ = ["ModelCard", "ModelCards", "parse_models"]
+
+
+_Name = Annotated[str, Meta(max_length=512, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+"""Room for a path, on one line: it goes into logs, metrics and answers, and a replica can say anything."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
     """One model of a replica's own ``/v1/models``. Only `id` is OpenAI's."""
 
-    id: str
+    id: _Name
     max_model_len: int | None = None
-    root: str | None = None
-    parent: str | None = None
+    root: _Name | None = None
+    parent: _Name | None = None
 
 
 class _Models(msgspec.Struct):
@@ -49,9 +54,6 @@ class ModelCards:
 
     def forget(self, replica_id: str) -> None:
         self._cards.pop(replica_id, None)
-
-    def __contains__(self, replica_id: str) -> bool:
-        return replica_id in self._cards
 
     def max_model_len(self, model: str) -> int | None:
         """What every replica of the model takes; None when none told."""

@@ -16,6 +16,8 @@ from gateway.json_body import decode_object, invalid_json
 
 __all__ = [
     "ENDPOINTS",
+    "REFUSED",
+    "Body",
     "Endpoint",
     "GenerationRequest",
     "Response",
@@ -53,7 +55,7 @@ _MAX_ITEMS: Final = 2048
 _COUNT_DIGITS: Final = 16
 _MOST_COUNTED: Final = 1 << 31
 
-_REFUSED: Final = ("chat_template", "cache_salt", "prompt_embeds", "kv_transfer_params", "truncate_prompt_tokens")
+REFUSED: Final = ("chat_template", "cache_salt", "prompt_embeds", "kv_transfer_params", "truncate_prompt_tokens")
 """Fields that would reach into a replica's inside: templates run code, salts and transfers name other people's cache."""
 
 
@@ -64,8 +66,10 @@ class _StreamOptions(msgspec.Struct):
 _ABSENT: Final = msgspec.Raw(b"")
 
 
-class _Body(msgspec.Struct):
-    """The fields the gateway reads. Plain `Raw` with a default, since `Raw | None` refuses real values (msgspec#659)."""
+class Body(msgspec.Struct):
+    """The fields that the gateway reads, of whatever endpoint. Plain `Raw` with a default, since `Raw | None` refuses real
+    values (msgspec#659).
+    """
 
     model: str
     messages: msgspec.Raw = _ABSENT
@@ -81,6 +85,7 @@ class _Body(msgspec.Struct):
     max_completion_tokens: msgspec.Raw = _ABSENT
     max_output_tokens: msgspec.Raw = _ABSENT
     n: msgspec.Raw = _ABSENT
+    best_of: msgspec.Raw = _ABSENT
     warmpath: msgspec.Raw = _ABSENT
     chat_template: msgspec.Raw = _ABSENT
     cache_salt: msgspec.Raw = _ABSENT
@@ -89,7 +94,7 @@ class _Body(msgspec.Struct):
     truncate_prompt_tokens: msgspec.Raw = _ABSENT
 
 
-_body_decoder = msgspec.json.Decoder(_Body)
+_body_decoder = msgspec.json.Decoder(Body)
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,27 +180,33 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         has_stream_options=fields.stream_options is not None,
         seed=fields.seed,
-        max_tokens=_max_tokens(fields),
-        choices=_count(fields.n) or 1,
+        max_tokens=_most(fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens),
+        choices=_most(fields.n, fields.best_of) or 1,
         follows=_followed(fields) if endpoint == "/v1/responses" else None,
         body=body,
     )
 
 
-def _max_tokens(fields: _Body) -> int | None:
-    for raw in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
-        if (count := _count(raw)) is not None:
-            return count
-    return None
+def _most(*values: msgspec.Raw) -> int | None:
+    """Of those that are given: which of them counts is a replica's to say, and it may be the largest."""
+    return max((count for raw in values if (count := _count(raw)) is not None), default=None)
 
 
 def _count(raw: msgspec.Raw) -> int | None:
     """A number that only limits look at; what is none is the replica's to refuse."""
     value = bytes(raw)
-    return min(int(value), _MOST_COUNTED) if value.isdigit() and len(value) <= _COUNT_DIGITS else None
+    if not value:
+        return None
+    if value.isdigit() and len(value) <= _COUNT_DIGITS:
+        return min(int(value), _MOST_COUNTED)
+    try:  # there are replicas that take "16", 16.0 and 1e9 for numbers
+        number = float(msgspec.json.decode(value))
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return None
+    return int(min(number, _MOST_COUNTED)) if number >= 0 else None
 
 
-def _require_prompt(endpoint: Endpoint, fields: _Body) -> None:
+def _require_prompt(endpoint: Endpoint, fields: Body) -> None:
     wanted = _PROMPT_FIELDS[endpoint]
     if wanted is None:
         return
@@ -228,7 +239,7 @@ class _Named(msgspec.Struct):
 _followed_decoder: msgspec.json.Decoder[str | _Named | None] = msgspec.json.Decoder(str | _Named | None)
 
 
-def _followed(fields: _Body) -> str | None:
+def _followed(fields: Body) -> str | None:
     for raw in (fields.previous_response_id, fields.conversation):
         try:
             named = _followed_decoder.decode(raw) if bytes(raw) else None
@@ -239,8 +250,8 @@ def _followed(fields: _Body) -> str | None:
     return None
 
 
-def _refuse_inner_fields(fields: _Body, *, open_access: bool) -> None:
-    refused = ("warmpath",) if open_access else ("warmpath", *_REFUSED)
+def _refuse_inner_fields(fields: Body, *, open_access: bool) -> None:
+    refused = ("warmpath",) if open_access else ("warmpath", *REFUSED)
     for name in refused:
         if getattr(fields, name) is not _ABSENT:
             raise ApiError(400, "unknown_parameter", f"Unknown parameter: '{name}'.", param=name)

@@ -18,11 +18,11 @@ import msgspec
 
 from gateway.api_error import ApiError
 from gateway.openai import GenerationRequest
-from router import BlockName, NameCache, Pool, Query, chunk_names, root_name
+from router import BlockName, IdTexts, NameCache, Pool, Query, chunk_names, root_name
 from router.chat_rules import check_chat
 from router.prompt import Prompter, PromptError, TokenizerFiles, load_prompter
 from router.text_key import canonical_text
-from router.wire import encode_ids, pack_ids
+from router.wire import pack_ids
 
 __all__ = ["PreparedPrompt", "Preparer", "Prompters"]
 
@@ -37,13 +37,15 @@ _FITS_BYTES: Final = 8 << 10
 """Whatever is in them: a message takes 24 bytes at least."""
 _NAME_CACHE_BYTES: Final = 32 << 20
 """Names of 12 million tokens."""
+_ID_TEXT_BYTES: Final = 32 << 20
+"""Texts of 3.5 million."""
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True):
     names: list[BlockName]
     num_tokens: int
     """Exact in a token pool, an estimate from bytes in a text pool."""
-    ids: str | None
+    ids: bytes | None
     """base64 of the u32le ids, for own workers; None when the replica renders and tokenizes itself."""
     escape: bool = False
     """Whether special tokens in the texts of messages are text, for a replica that renders them itself."""
@@ -94,6 +96,7 @@ class Preparer:
         self._executor = executor
         self._escapes = escapes
         self._names = NameCache(_NAME_CACHE_BYTES)
+        self._id_texts = IdTexts(_ID_TEXT_BYTES)
 
     def configure(self, escapes: Callable[[str], bool]) -> None:
         """For prompts from now on. Names of blocks are made from ids, so what is known of caches stays true."""
@@ -136,7 +139,7 @@ class Preparer:
         return PreparedPrompt(
             names,
             num_tokens,
-            ids=encode_ids(packed) if num_prompts == 1 else None,
+            ids=self._id_texts.encode(packed) if num_prompts == 1 else None,
             escape=escape,
             num_prompts=num_prompts,
             total_tokens=num_tokens + rest,

@@ -1,8 +1,11 @@
-"""What the client listener serves beside the hot path: the list of models, liveness, and a true 404 for the rest."""
+"""What the client listener serves beside the hot path: the list of models, liveness, and a true 404 for the rest.
+
+`gateway.public_operations` describes every route.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,16 +27,16 @@ from gateway.model_cards import ModelCards
 from gateway.openai import ENDPOINTS
 from router import Router, Unroutable
 
-__all__ = ["public_app"]
+__all__ = ["public_app", "public_routes"]
 
 
-def public_app(
+def public_routes(
     router: Router,
     cards: ModelCards,
     aliases: Aliases,
     authenticator: Authenticator | None,
     unix_time: Callable[[float], float],
-) -> ASGIApp:
+) -> list[Route]:
     """`authenticator`: None when the gateway is open. `unix_time`: of a time on the router's clock."""
 
     def entry(name: str) -> dict[str, Any] | None:
@@ -69,18 +72,19 @@ def public_app(
         authenticate(authenticator, request.scope, "responses")
         raise ApiError(404, "response_not_found", "There is no such response.")
 
-    app = Starlette(
-        routes=[
-            Route("/v1/models", list_models),
-            Route("/v1/models/{model:path}", show_model),
-            Route("/v1/responses/{id}", no_response, methods=["GET", "DELETE"]),
-            Route("/v1/responses/{id}/cancel", no_response, methods=["POST"]),
-            Route("/v1/responses/{id}/input_items", no_response),
-            Route("/health", _health),
-            *(Route(path, _only_post, methods=["POST"]) for path in sorted(ENDPOINTS)),
-        ],
-        exception_handlers={ApiError: answer_error, HTTPException: answer_framework_error},
-    )
+    return [
+        Route("/v1/models", list_models),
+        Route("/v1/models/{model:path}", show_model),
+        Route("/v1/responses/{id}", no_response, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", no_response, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", no_response),
+        Route("/health", _health),
+        *(Route(path, _only_post, methods=["POST"]) for path in sorted(ENDPOINTS)),
+    ]
+
+
+def public_app(routes: Sequence[Route]) -> ASGIApp:
+    app = Starlette(routes=routes, exception_handlers={ApiError: answer_error, HTTPException: answer_framework_error})
     app.router.redirect_slashes = False
     return with_request_id(app)
 

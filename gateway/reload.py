@@ -22,6 +22,8 @@ _LIVE: Final = frozenset(
         *("probes", "leases", "registry"),
     }
 )
+_ALSO_LIVE: Final = (("keys", "static"),)
+"""Within groups that are not."""
 _NOT_LIVE: Final = (("routing", "index_bytes"), ("limits", "hosts"))
 """Within groups that are: the index and the ledger are laid out for them."""
 
@@ -41,6 +43,8 @@ def plan_reload(old: Settings, new: Settings) -> Plan:
     names = tuple(_differences(old, new, ""))
     needs_restart = tuple(name for name in names if not _is_live(name))
     kept = {name: getattr(old, name) for name in type(old).model_fields if name not in _LIVE}
+    for group, name in _ALSO_LIVE:
+        kept[group] = getattr(old, group).model_copy(update={name: getattr(getattr(new, group), name)})
     for group, name in _NOT_LIVE:
         kept[group] = getattr(new, group).model_copy(update={name: getattr(getattr(old, group), name)})
     return Plan(
@@ -51,7 +55,8 @@ def plan_reload(old: Settings, new: Settings) -> Plan:
 
 
 def _is_live(name: str) -> bool:
-    return name.partition(".")[0] in _LIVE and tuple(name.split(".")) not in _NOT_LIVE
+    path = tuple(name.split("."))
+    return path in _ALSO_LIVE or (path[0] in _LIVE and path not in _NOT_LIVE)
 
 
 def _differences(old: BaseModel, new: BaseModel, prefix: str) -> Iterator[str]:

@@ -89,7 +89,7 @@ class Reloader:
         async with self._one_at_a_time:
             self._seen = _stamp(self._file)
             try:
-                new = await asyncio.to_thread(self._load)
+                new = await asyncio.to_thread(self._read)
                 plan = plan_reload(self.settings, new)
                 if faults := self._faults_of(plan.settings):
                     raise SettingsError(faults)
@@ -104,6 +104,12 @@ class Reloader:
             if plan.needs_restart:
                 _log.warning("changed, but only a restart will use it: %s", ", ".join(plan.needs_restart))
             return plan
+
+    def _read(self) -> Settings:
+        if self._file is not None and self._file.exists() and not self._file.is_file():
+            # A pipe would be waited for without an end, or be empty by now, which is valid and the end of every replica.
+            raise SettingsError([f"{self._file}: only a regular file can be read again"])
+        return self._load()
 
     async def _asked_within(self, seconds: float) -> bool:
         try:

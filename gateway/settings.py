@@ -240,7 +240,7 @@ class RoutingGroup(_Group):
     gateway: Annotated[int, Field(ge=1, le=1000)] = _ROUTING.gateway
     """Which of them this one is, from 1. Each has a part of the replicas to choose first."""
     away_s: Annotated[float, Field(ge=0, le=60)] = _ROUTING.away_s
-    """How much sooner a prompt must begin at a replica that another gateway chooses first, at most."""
+    """How much sooner a prompt must begin at a replica that another gateway chooses first."""
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> RoutingGroup:

@@ -4,10 +4,12 @@
     an answer with a usage                               1          the usage
     a stream that broke off, or told no usage            1          prompt, and an output token for each event of it
     a whole answer that told no usage                    1          as reserved
-    the replica's 4xx, or the client left before output  1          none
+    the client left a replica before any output          1          prompt
+    the replica's 4xx, or the client left before that    1          none
     no replica answered, all busy, time-out, our bug     0          none
 
-The place among the parallel requests is free after each of them.
+The place among the parallel requests is free after each of them. Who leaves pays the prompt: else whoever always leaves in time
+would have prompts computed within no limit of tokens.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ class Spending:
             reservation.end(self._rules.used(record.model, *tokens))
         elif record.output_events:
             reservation.end(self._rules.used(record.model, self._prompt_tokens, 0, record.output_events))
-        elif error is None and record.is_answered:
+        elif record.is_answered:
             reservation.end_as_reserved()
+        elif record.tries and isinstance(error, asyncio.CancelledError):
+            reservation.end(self._rules.used(record.model, self._prompt_tokens, 0, 0))
         elif error is None or _is_clients(error):
             reservation.end_refused()
         else:

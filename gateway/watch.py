@@ -278,8 +278,8 @@ class Watcher:
             await asyncio.sleep(health.wait_s(self._probes, random.random()))  # noqa: S311
 
     async def _probe(self, replica_id: str, spec: ReplicaSpec) -> None:
-        """Healthy by /health where there is one, else by its list of models; that is asked for anyway until it was good once,
-        and again after trouble. A replica without a model learns it there, and one with a model must list it.
+        """Healthy by /health where there is one, and by its list of models: whoever restarts it with another model does not ask
+        us. A replica without a model learns it there, and one with a model must list it.
 
         Raises what is wrong with it: `_Lost`, `UpstreamError`, `MsgspecError`, `PoolMismatch`, `_Mismatch`.
         """
@@ -287,8 +287,6 @@ class Watcher:
         status = await self._status(spec, "/health")
         if status not in (200, 404, 405):
             raise _Lost(f"/health answered {status}")
-        if status == 200 and replica_id in self._cards:
-            return
         listed = await self._list_models(spec)
         if not known.model:
             if not listed:

@@ -8,6 +8,7 @@ from router.breaker import BreakerState
 from router.fair_queue import Priority
 from router.fleet import Outcome, ReplicaView, Reservation, ReservationError
 from router.gate import Asked, Dropped, Gate, GateSettings, GateView, Placed
+from router.id_text import IdTexts
 from router.name_cache import NameCache
 from router.policies import Candidate
 from router.pool import Pool, PoolMismatch
@@ -27,6 +28,7 @@ __all__ = [
     "Gate",
     "GateSettings",
     "GateView",
+    "IdTexts",
     "NameCache",
     "Outcome",
     "Placed",

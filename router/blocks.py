@@ -5,7 +5,7 @@ stands for a whole prefix, and the names of a prompt can be compared position by
 *root*, a hash of what else must be equal for KV to be reusable: model, revision, adapter and salt.
 
 A text whose tokens are unknown is cut into *chunks* instead: of `CHUNK_BYTES`, and of twice that and so on as soon as it is at
-most a sixteenth of the text before. So a long text needs few names (111 for 256 KB), and where two texts part little of what
+most an eighth of the text before. So a long text needs few names (64 for 256 KB), and where two texts part little of what
 they share is lost. Borders depend on the position alone, hence equal prefixes have equal names; a chunk's size can be read
 off its name.
 
@@ -45,7 +45,7 @@ BLOCK_SIZE: Final = 16
 CHUNK_BYTES: Final = 256
 """Bytes of text in the smallest chunk, the unit of the key space for replicas without a tokenizer: about 64 tokens."""
 
-_SMALLEST_CHUNKS: Final = 32
+_SMALLEST_CHUNKS: Final = 16
 """Before they begin to grow."""
 CHUNK_SHARE: Final = 2 / _SMALLEST_CHUNKS
 """Of the text before it: the most that a larger chunk takes."""

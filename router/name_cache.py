@@ -4,8 +4,7 @@ A prompt is taken in spans of 64 blocks. The names of a span are a function of i
 kept under one hash of both (XXH3-128): a talk that comes back costs a hash of its bytes, and only its new end is named block
 by block. Like a name, a hash is no proof: a collision would cost a wrong guess about a cache, never a wrong answer.
 
-Any thread may use it, and none waits: two generations, each a plain dict. What was found goes into the younger one; when that
-is full it becomes the older one, and what had been the older is dropped. Threads that meet lose an entry at worst.
+Any thread may use it, and none waits (`router.generations`).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Final
 import xxhash
 
 from router.blocks import BLOCK_SIZE, BlockName, block_names
+from router.generations import Generations
 
 __all__ = ["NameCache"]
 
@@ -27,13 +27,11 @@ _hash = xxhash.xxh3_128_intdigest
 
 class NameCache:
     def __init__(self, max_bytes: int) -> None:
-        self._max_spans = max(max_bytes // (2 * _SPAN_BYTES), 1)
-        self._young: dict[int, tuple[BlockName, ...]] = {}
-        self._old: dict[int, tuple[BlockName, ...]] = {}
+        self._known: Generations[tuple[BlockName, ...]] = Generations(max_bytes // (2 * _SPAN_BYTES))
 
     def __len__(self) -> int:
-        """Spans kept, each counted once or, while it moves from the older generation, twice."""
-        return len(self._young) + len(self._old)
+        """Spans kept (`router.generations`)."""
+        return len(self._known)
 
     def names(self, packed_ids: bytes, root: BlockName, block_size: int = BLOCK_SIZE) -> list[BlockName]:
         """The same as `block_names`. 1 us for each known span of 64 blocks, 12 us and more for others."""
@@ -51,10 +49,8 @@ class NameCache:
 
     def _span(self, ids: memoryview, parent: BlockName, block_size: int) -> tuple[BlockName, ...]:
         key = _hash(ids, parent)
-        span = self._young.get(key)
+        span = self._known.get(key)
         if span is None:
-            span = self._old.get(key) or tuple(block_names(bytes(ids), parent, block_size))
-            if len(self._young) >= self._max_spans:
-                self._old, self._young = self._young, {}
-            self._young[key] = span
+            span = tuple(block_names(bytes(ids), parent, block_size))
+            self._known.put(key, span)
         return span

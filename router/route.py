@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
 
@@ -40,11 +40,6 @@ from router.trust import Snapshot, Step, Sync, Trust
 from router.wire import Batch, Frame, Hello, Load, ReplicaSpec
 
 __all__ = ["Decision", "Query", "Router", "UnknownReplica", "Unroutable"]
-
-
-_AWAY_PER_COMPUTED_S: Final = 3.0
-"""A prompt keeps away from what another gateway chooses first by at most so many times what is to be computed of it there. A
-part that is alike for all prompts would cost short talks their cache: in virtual time p90 of the chats was 148 ms."""
 
 
 class UnknownReplica(LookupError):
@@ -516,10 +511,7 @@ class Router:
             why_not = "excluded" if replica.id in exclude else replica.why_not(now)
             if not why_not and wait < least_wait:
                 least_wait = wait
-            compute = (num_tokens - matched) / rate
-            # What another gateway sends in the same moment is about as much as we do; what is cached need not keep away.
-            away = min(replica.away_s, _AWAY_PER_COMPUTED_S * compute)
-            rows.append((replica, why_not, matched, wait, compute + fixed_s, away))
+            rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + fixed_s))
         if query.backlog_tokens:
             least_wait += query.backlog_tokens / (usual_rate * len(rows))
         w = 1.0 if least_wait == math.inf else min(1.0 + settings.w_per_wait_s * least_wait, settings.max_w)
@@ -533,12 +525,12 @@ class Router:
                     num_tokens - matched,
                     wait,
                     own,
-                    (wait + away + w * own) / replica.weight,
+                    (wait + replica.away_s + w * own) / replica.weight,
                     replica.trust,
                     replica.inflight,
-                    away,
+                    replica.away_s,
                 )
-                for replica, why_not, matched, wait, own, away in rows
+                for replica, why_not, matched, wait, own in rows
             ]
         )
         return candidates, w

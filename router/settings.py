@@ -45,7 +45,7 @@ class RoutingSettings:
     gateway: int = 1
     """Which of them this one is."""
     away_s: float = 0.6
-    """How much sooner a prompt must begin at a replica that another gateway chooses first, at most. It stands for what that one
+    """How much sooner a prompt must begin at a replica that another gateway chooses first. It stands for what that one
     may have sent there a moment ago: with less, both send their parts of a burst to the same replicas (docs/routing.md)."""
     tie_ratio: float = 0.05
     """Costs this close to the least are equal: rates are measured, and their noise must not send every new prompt to the

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 
+import httpx
 import pytest
 from hypothesis import settings
 
@@ -15,11 +18,23 @@ settings.load_profile("default")
 # that this one needs. With spinning, two threads beside other work took 12 times the CPU time of one.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Each client of httpx reads the system's certificates anew: 26 ms of CPU, for which nothing on this machine has a use.
+pytest.MonkeyPatch().setattr("httpx._transports.default.create_ssl_context", functools.cache(httpx.create_ssl_context))
+
 REQUIRE_ALL = os.environ.get("WARMPATH_TESTS_REQUIRE_ALL") == "1"
 """Set in CI: a tool or model that cannot be had there is a failure."""
 
 ALLOWED_SKIPS = ("this CPU", "set WARMPATH_TESTS_", "npm is not installed", "there is no promtool")
 """What its processor cannot do is none, nor is a test too large to run unless it is asked for, nor one of a tool for others."""
+
+
+def pytest_collection_finish() -> None:
+    """What is here now stays to the end, so the garbage collector need not walk through it.
+
+    That takes it half a second, which a test that measures how long a loop computes would find in the code under test.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

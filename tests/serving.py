@@ -38,7 +38,7 @@ async def serving(app: ASGIApp, *, port: int = 0, http: Any = "httptools") -> As
         await task
 
 
-async def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
     """Wait until `condition` holds; fail the test when it does not in time."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - what is waited for happens in the code under test, which has no event for it

@@ -221,8 +221,8 @@ def replica_body(
 class RequestRates(msgspec.Struct, frozen=True):
     in_flight: int
     """Requests of clients that are being answered."""
-    queued: int | None
-    """Of those, how many wait for a replica that is not saturated; None where nothing queues."""
+    queued: int
+    """Of those, how many wait for a replica that is not saturated."""
     per_s: float
     """Requests that ended, a second, over the last nine seconds."""
     failed_per_s: float

@@ -22,7 +22,8 @@ from starlette.responses import Response
 from gateway.admin.addresses import AddressNotAllowed, pinned_url
 from gateway.admin.context import AdminContext
 from gateway.admin.registry import InvalidReplica, Registrant, RegistryError, ReplicaConflict, replica_id_of
-from gateway.admin.rest import Call, Endpoint, Needs
+from gateway.admin.rest import Call, Endpoint
+from gateway.api_document import Needs
 from router import ReplicaView
 from router.wire import ReplicaSpec
 

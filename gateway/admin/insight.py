@@ -22,7 +22,8 @@ from gateway.admin.bodies import (
 )
 from gateway.admin.context import AdminContext
 from gateway.admin.live import ServerSentEvents
-from gateway.admin.rest import Call, Endpoint, Needs
+from gateway.admin.rest import Call, Endpoint
+from gateway.api_document import Needs
 from gateway.api_error import ApiError
 from gateway.settings import SettingsError
 from gateway.telemetry import CONTENT_TYPE
@@ -102,6 +103,8 @@ INSIGHT_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.ADMIN,
         summary="Decide where a request would go, with all candidates, and send nothing",
         handle=_explain,
+        failures=(503,),
+        query={"group": "the sharing group of whoever asks; by default the one of keys without a tenant"},
         body=msgspec.Raw,
         max_body_bytes=4 << 20,
         answer=ExplanationBody,
@@ -144,6 +147,7 @@ INSIGHT_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.ADMIN,
         summary="The replicas and the rate of requests, now and as they change, as server-sent events",
         handle=_events,
+        failures=(503,),
         answer=StateEvent | ChangeEvent,
         media="text/event-stream",
     ),
@@ -161,6 +165,7 @@ INSIGHT_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.NO_KEY,
         summary="Whether the gateway should get requests",
         handle=_ready,
+        failures=(503,),
         answer=State,
     ),
     Endpoint(

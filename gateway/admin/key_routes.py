@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -21,11 +22,14 @@ from gateway.admin.bodies import (
 )
 from gateway.admin.context import AdminContext
 from gateway.admin.idempotency import AnotherBody
-from gateway.admin.rest import Call, Endpoint, Needs
+from gateway.admin.rest import Call, Endpoint
+from gateway.api_document import Needs
 from gateway.api_error import ApiError
 from gateway.keys import KeyConflict, KeyStoreError, UnknownKey
 
 __all__ = ["KEY_ENDPOINTS"]
+
+_log = logging.getLogger("warmpath.keys")
 
 _IDEMPOTENCY_KEY: Final = re.compile(rb"[\x21-\x7e]{1,255}")
 
@@ -40,6 +44,7 @@ def _told() -> Iterator[None]:
     except KeyConflict as error:
         raise ApiError(409, error.code, str(error)) from error
     except KeyStoreError as error:
+        _log.error("keys: not changed: %s", error)
         message = "The storage of the keys does not work now. Look at the list of keys before you try again."
         raise ApiError(503, "storage_unavailable", message, should_retry=False) from error
 
@@ -123,6 +128,7 @@ KEY_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.ADMIN,
         summary="Make a key; its text is shown this once",
         handle=_create_key,
+        failures=(503,),
         body=KeyRequest,
         answer=NewKeyBody,
         status=201,
@@ -149,6 +155,7 @@ KEY_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.ADMIN,
         summary="Change what a key may",
         handle=_patch_key,
+        failures=(503,),
         body=KeyPatch,
         answer=KeyBody,
     ),
@@ -158,6 +165,7 @@ KEY_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.ADMIN,
         summary="Make a key's successor, and let the old one end after a while",
         handle=_rotate_key,
+        failures=(503,),
         body=RotateRequest,
         answer=NewKeyBody,
         status=201,
@@ -168,6 +176,7 @@ KEY_ENDPOINTS: Final[Sequence[Endpoint[AdminContext]]] = (
         needs=Needs.ADMIN,
         summary="Revoke a key",
         handle=_revoke_key,
+        failures=(503,),
         answer=KeyBody,
     ),
 )

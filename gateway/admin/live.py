@@ -23,7 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.admin.bodies import ChangeEvent, ReplicaBody, RequestRates, StateEvent
 from gateway.api_error import ApiError
-from gateway.server.asgi import Header, Reply, request_id, while_connected
+from gateway.repeating import repeat
+from gateway.server.asgi import ClientGone, Header, Reply, request_id, while_connected
 
 __all__ = ["EventStream", "Live", "RateMeter", "ServerSentEvents"]
 
@@ -124,11 +125,12 @@ class Live:
         stream = EventStream()
         if not self._streams:
             self._take_in(*self._read())
-            self._telling = asyncio.create_task(self._tell(), name="live state")
+            telling = repeat(self._tell, self._tick_s, _log, "telling the live state")
+            self._telling = asyncio.create_task(telling, name="live state")
         self._streams.add(stream)
-        state = StateEvent(time=self._unix_time(), replicas=list(self._known.values()), requests=self._rates_now())
-        stream.offer(_event("state", state))
         try:
+            state = StateEvent(time=self._unix_time(), replicas=list(self._known.values()), requests=self._rates_now())
+            stream.offer(_event("state", state))
             yield stream
         finally:
             self._streams.discard(stream)
@@ -143,12 +145,10 @@ class Live:
             stream.end()
 
     async def _tell(self) -> None:
-        while True:
-            await asyncio.sleep(self._tick_s)
-            event = self._change()
-            if event is not None:
-                for stream in self._streams:
-                    stream.offer(event)
+        event = self._change()
+        if event is not None:
+            for stream in self._streams:
+                stream.offer(event)
 
     def _change(self) -> bytes | None:
         before, rates_before = self._known, self._rates
@@ -180,21 +180,25 @@ class ServerSentEvents(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send, request_id(scope))
-        async with self._live.watch() as stream, while_connected(scope, receive, reply):
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            if scope["method"] == "HEAD":
-                stream.end()
-            while (event := await stream.take()) is not None:
-                try:
-                    async with asyncio.timeout(_STALL_S):
-                        await reply.chunk(event)
-                except TimeoutError:
-                    stream.is_behind = True
-                    break
-            if stream.is_behind:
-                _log.warning("one who watched the live state did not take it, and was cut")
-                return  # without an end, the server breaks the connection
-            await reply.end()
+        with contextlib.suppress(ClientGone):  # how most streams end
+            async with self._live.watch() as stream, while_connected(scope, receive, reply):
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                if scope["method"] == "HEAD":
+                    stream.end()
+                await self._pass_on(stream, reply)
+
+    async def _pass_on(self, stream: EventStream, reply: Reply) -> None:
+        while (event := await stream.take()) is not None:
+            try:
+                async with asyncio.timeout(_STALL_S):
+                    await reply.chunk(event)
+            except TimeoutError:
+                stream.is_behind = True
+                break
+        if stream.is_behind:
+            _log.warning("one who watched the live state did not take it, and was cut")
+            return  # without an end, the server breaks the connection
+        await reply.end()
 
 
 def _event(name: str, body: msgspec.Struct) -> bytes:

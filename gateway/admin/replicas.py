@@ -33,7 +33,8 @@ from gateway.admin.registry import (
     UnknownReplica,
     replica_id_of,
 )
-from gateway.admin.rest import Call, Endpoint, Needs
+from gateway.admin.rest import Call, Endpoint
+from gateway.api_document import Needs
 from gateway.api_error import ApiError
 from router import ReplicaView
 from router.wire import ReplicaSpec

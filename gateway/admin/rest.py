@@ -1,4 +1,4 @@
-"""A table of endpoints → an ASGI app and its OpenAPI document.
+"""A table of endpoints → an ASGI app; `gateway.api_document` makes its OpenAPI document.
 
 Every endpoint says whom it serves; the check, the decoding of bodies and the shape of answers and errors happen here, once,
 so that a handler is reached only by those it is for and only with a valid body. A route outside the table cannot exist.
@@ -13,9 +13,8 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Final, Generic, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,18 +24,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.api_document import Needs, Operation
 from gateway.api_error import ApiError
 from gateway.authentication import Authenticator
+from gateway.json_body import decode_object
 from gateway.keys import KeyRecord
-from gateway.server.asgi import ClientGone, error_headers, header, read_body, request_id
+from gateway.server.asgi import ClientGone, error_headers, header, read_body, request_id, require_json
 
 __all__ = [
     "Call",
     "Endpoint",
-    "Needs",
     "answer_error",
     "answer_framework_error",
-    "openapi",
     "rest_app",
     "with_request_id",
 ]
@@ -49,14 +48,6 @@ _BODY_S: Final = 10.0
 """How long a body may take to arrive."""
 
 Context = TypeVar("Context")
-
-
-class Needs(Enum):
-    """Which kinds of key an endpoint serves."""
-
-    NO_KEY = frozenset[str]()
-    JOIN = frozenset({"join", "admin"})
-    ADMIN = frozenset({"admin"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +70,10 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint(Generic[Context]):
-    method: Literal["GET", "PUT", "POST", "PATCH", "DELETE"]
-    path: str
-    needs: Needs
-    summary: str
+class Endpoint(Operation, Generic[Context]):
     handle: Callable[[Context, Call], Awaitable[object]]
     """Gives a value of type `answer`, or a whole `Response`; raises `ApiError`."""
-    answer: Any
-    body: Any = None
     max_body_bytes: int = 64 << 10
-    status: int = 200
-    query: Mapping[str, str] = field(default_factory=dict)
-    """What it reads of the query: names, and what they are about."""
-    refusal: Any = None
-    """Type of its own refusals, where they are not in the shape of `Error`."""
-    media: str = ""
-    """Of the answer, where it is not JSON, or text for one of type str."""
     is_audited: bool = True
     """Whether the log says who called it, and what came of it; GETs never are."""
 
@@ -173,20 +151,21 @@ def _authorize(needs: Needs, authenticator: Authenticator, scope: Scope) -> KeyR
 
 
 async def _read_body(endpoint: Endpoint[Context], request: Request) -> object:
-    kind = (header(request.scope, b"content-type") or b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":
-        raise ApiError(415, "unsupported_media_type", "The body must be sent as 'content-type: application/json'.")
+    require_json(request.scope)
     try:
         async with asyncio.timeout(_BODY_S):
             data = await read_body(request.scope, request.receive, endpoint.max_body_bytes)
     except TimeoutError as error:
         raise ApiError(408, "request_timeout", f"The body did not arrive within {_BODY_S:.0f} s.") from error
     try:
-        return msgspec.json.decode(data, type=endpoint.body)
+        body = msgspec.json.decode(data, type=endpoint.body)
     except msgspec.ValidationError as error:
         raise ApiError(400, "invalid_value", f"Invalid request: {error}", param=_param_of(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, "invalid_json", "The request body is not valid JSON.") from error
+    if endpoint.body is not msgspec.Raw:  # else it is for whoever parses it
+        decode_object(data)  # refuses a name that is there twice, of which msgspec takes the last
+    return body
 
 
 def _param_of(message: str) -> str | None:
@@ -243,84 +222,3 @@ def with_request_id(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send_tagged)
 
     return tagged
-
-
-# --- the document
-
-
-class _ErrorDetail(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class Error(msgspec.Struct):
-    """Every answer that is no success."""
-
-    error: _ErrorDetail
-
-
-def openapi(endpoints: Sequence[Endpoint[Context]], *, title: str, version: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of a table."""
-    types = [
-        Error,
-        *(
-            kind
-            for endpoint in endpoints
-            for kind in (endpoint.answer, endpoint.body, endpoint.refusal)
-            if kind is not None
-        ),
-    ]
-    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    schema_of = dict(zip(map(repr, types), schemas, strict=True))
-    paths: dict[str, dict[str, Any]] = {}
-    for endpoint in endpoints:
-        paths.setdefault(endpoint.path.replace(":path}", "}"), {})[endpoint.method.lower()] = _operation(
-            endpoint, schema_of
-        )
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": title, "version": version},
-        "paths": paths,
-        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-    }
-
-
-def _operation(endpoint: Endpoint[Context], schema_of: Mapping[str, Any]) -> dict[str, Any]:
-    def content(kind: Any) -> dict[str, Any]:
-        media = (endpoint.media if kind is endpoint.answer else "") or (
-            "text/plain" if kind is str else "application/json"
-        )
-        return {media: {"schema": schema_of[repr(kind)]}}
-
-    refusals = content(Error)
-    if endpoint.refusal is str:
-        refusals |= content(str)
-    elif endpoint.refusal is not None:
-        refusals["application/json"] = {
-            "schema": {"anyOf": [schema_of[repr(Error)], schema_of[repr(endpoint.refusal)]]}
-        }
-    operation: dict[str, Any] = {
-        "summary": endpoint.summary,
-        "responses": {
-            str(endpoint.status): {"description": "Done.", "content": content(endpoint.answer)},
-            "default": {"description": "Refused or failed.", "content": refusals},
-        },
-    }
-    parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)(?::path)?}", endpoint.path)
-    ] + [
-        {"name": name, "in": "query", "required": False, "description": about, "schema": {"type": "string"}}
-        for name, about in endpoint.query.items()
-    ]
-    if parameters:
-        operation["parameters"] = parameters
-    if endpoint.body is not None:
-        operation["requestBody"] = {"required": True, "content": content(endpoint.body)}
-    if endpoint.needs is not Needs.NO_KEY:
-        kinds = " or ".join(sorted(endpoint.needs.value))
-        operation["security"] = [{"key": []}]
-        operation["description"] = f"Needs a key of kind {kinds}."
-    return operation

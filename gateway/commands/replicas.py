@@ -106,10 +106,9 @@ class ReplicaTable:
         for replica in found:
             table.add_row(*self._row(replica, now))
         if requests is not None:
-            queued = "" if requests["queued"] is None else f", {requests['queued']} queued"
             table.caption = (
                 f"{requests['per_s']:.1f} requests/s, {requests['failed_per_s']:.1f} failed/s, "
-                f"{requests['in_flight']} in flight{queued}"
+                f"{requests['in_flight']} in flight, {requests['queued']} queued"
             )
         return table
 

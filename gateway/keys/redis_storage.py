@@ -20,6 +20,8 @@ __all__ = ["RedisStorage"]
 _KEY: Final = "warmpath:keys"
 _ANSWER_S: Final = 1.0
 _CONNECTIONS: Final = 4
+_FAULTS: Final = (RedisError, OSError, ValueError, IndexError)
+"""The last two come from the client library's parser, where what answers is no Redis."""
 
 _REPLACE: Final = """
 -- KEYS[1]: hash {version, document}
@@ -55,20 +57,20 @@ class RedisStorage:
     async def load(self) -> bytes | None:
         try:
             return cast("bytes | None", await self._redis.hget(_KEY, "document"))
-        except (RedisError, OSError) as error:
+        except _FAULTS as error:
             raise _failed(error) from None
 
     async def version(self) -> str:
         try:
             found = cast("bytes | None", await self._redis.hget(_KEY, "version"))
-        except (RedisError, OSError) as error:
+        except _FAULTS as error:
             raise _failed(error) from None
         return found.decode("ascii", "replace") if found is not None else ""
 
     async def replace(self, document: bytes, expected: str) -> bool:
         try:
             return bool(await self._replace(keys=[_KEY], args=[expected, version_of(document), document]))
-        except (RedisError, OSError) as error:
+        except _FAULTS as error:
             raise _failed(error) from None
 
     async def aclose(self) -> None:

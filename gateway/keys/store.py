@@ -41,6 +41,7 @@ from gateway.keys.ring import KeyRing, KeySecrets
 from gateway.keys.sealed import Sealed, SealError, seal, unseal
 from gateway.keys.texts import PREFIXES, KeyKind, new_id, new_text, parse_text
 from gateway.limits import Quota
+from gateway.repeating import repeat
 
 __all__ = ["POLL_S", "GivenKey", "KeyStorage", "KeyStore", "KeyStoreError", "version_of"]
 
@@ -259,6 +260,11 @@ class KeyStore:
 
         Raises `KeyStoreError`.
         """
+        self._given = self.given_records(keys)
+        self._publish()
+
+    def given_records(self, keys: Sequence[GivenKey]) -> Records:
+        """What `give` would take them for; changes nothing. Raises `KeyStoreError`."""
         now = self._clock()
         given: dict[str, KeyRecord] = {}
         for key in keys:
@@ -269,26 +275,23 @@ class KeyStore:
             if before is not None and hmac.compare_digest(before.digest, record.digest):
                 record = msgspec.structs.replace(record, created=before.created)
             given[record.id] = record
-        self._given = given
-        self._publish()
+        return given
 
     # --- other gateways' changes
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
         """See what others change while the block runs."""
-        task = asyncio.create_task(self._follow()) if self._storage.is_shared else None
+        following = (
+            repeat(self.refresh, POLL_S, _log, "looking for changes of keys") if self._storage.is_shared else None
+        )
+        task = asyncio.create_task(following) if following is not None else None
         try:
             yield
         finally:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            await self.refresh()
 
     async def refresh(self) -> None:
         """Look once whether others changed something. Never raises; `fault` tells."""

@@ -5,7 +5,8 @@ leases a slice, a twentieth of its share, and spends it by itself: a request who
 synchronous call. All that a request lacks is fetched in *one* trip, for which what is here already is set aside.
 
 A slice of a window lives a second and counts as if it were spent at its end, so every minute is exact; what is unspent then
-goes back. Leased parallel slots and parts of budgets go back when nobody used them for a second.
+goes back. Leased parallel slots and parts of budgets go back when nobody used them for a second; slots beyond a slice that have
+become free, at the next tick.
 
 While the ledger does not answer, each process decides by itself, by its share of every limit, and says so (`is_local`). Who
 finds out waits for the link's deadline; after that no request does: the ledger is tried in the background, once a second. A
@@ -18,9 +19,10 @@ What must hold: a unit is at the ledger, in a slice, or in one reservation; a tr
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -28,11 +30,14 @@ import msgspec
 
 from gateway.limits.ledger import LEASE_BUCKETS, LEASE_S, Change, Granted, Limit, Measure, Refused
 from gateway.limits.limiter import LocalLimiter
-from gateway.limits.link import LedgerLink, LedgerUnavailable, Post
+from gateway.limits.link import LedgerLink, LedgerUnavailable, Post, patience
 from gateway.limits.reservation import Reservation
 from gateway.limits.rules import Amounts
+from gateway.repeating import repeat
 
 __all__ = ["LeasingLimiter"]
+
+_log = logging.getLogger("warmpath.limits")
 
 _SLICES: Final = 20
 """Of a process's share: 5% of a limit may lie unspent with idle processes, for a second."""
@@ -42,6 +47,8 @@ _RENEW_EVERY_S: Final = 5.0
 _RETRY_EVERY_S: Final = 1.0
 _REFUSED_FOR_S: Final = 0.1
 """How long a refusal is believed without asking again: refunds may come at any time."""
+_TURN_S: Final = 0.5
+"""How long a request may wait until fewer trips are under way: a ledger that is so slow is as good as away."""
 _MOST_DEAD: Final = 16
 """Lives, of a second or more each, that a ledger may still believe in: older ones it has forgotten by itself."""
 _MOST_UNTOLD: Final = 1 << 16
@@ -136,6 +143,7 @@ class LeasingLimiter:
         """Corrections that the ledger does not know yet, by counter and bucket."""
         self._refused: dict[str, tuple[float, Refused]] = {}
         self._trips: set[asyncio.Task[Reservation | Refused]] = set()
+        self._turns = asyncio.Semaphore(link.most_calls)
         self._telling: asyncio.Task[None] | None = None
         self._renew_at = 0.0
         self._retry_at = 0.0
@@ -154,7 +162,7 @@ class LeasingLimiter:
         now = self._clock()
         for limit in limits:
             known = self._refused.get(limit.counter)
-            if known is not None and now < known[0] + _REFUSED_FOR_S:
+            if known is not None and known[1].limit == limit and now < known[0] + _REFUSED_FOR_S:
                 at, refused = known
                 return msgspec.structs.replace(refused, wait_s=max((refused.wait_s or 0.0) - (now - at), 0.001))
         return None
@@ -180,7 +188,7 @@ class LeasingLimiter:
         return self._reservation(limits, amounts, buckets, left)
 
     async def reserve(self, limits: Sequence[Limit], amounts: Amounts) -> Reservation | Refused:
-        trip = asyncio.ensure_future(self._trip(limits, amounts))
+        trip = asyncio.ensure_future(self._in_turn(limits, amounts))
         self._trips.add(trip)
         trip.add_done_callback(self._trips.discard)
         try:
@@ -188,6 +196,26 @@ class LeasingLimiter:
         except asyncio.CancelledError:
             trip.add_done_callback(_give_back)
             raise
+
+    async def _in_turn(self, limits: Sequence[Limit], amounts: Amounts) -> Reservation | Refused:
+        if self._turns.locked():
+            try:
+                async with patience(_TURN_S):
+                    await self._turns.acquire()
+            except TimeoutError:
+                if not self.is_local:
+                    self._lost(LedgerUnavailable("timeout", was_sent=False), self._life)
+                return self._fallback.try_reserve(limits, amounts)
+        else:
+            await self._turns.acquire()
+        try:
+            if self.is_local:
+                return self._fallback.try_reserve(limits, amounts)
+            if (refused := self.look(limits)) is not None:  # another one was told so meanwhile
+                return refused
+            return await self._trip(limits, amounts)
+        finally:
+            self._turns.release()
 
     async def _trip(self, limits: Sequence[Limit], amounts: Amounts) -> Reservation | Refused:
         plan = self._set_aside(limits, amounts)
@@ -266,7 +294,7 @@ class LeasingLimiter:
             if life == self._life and pool is not None and piece in pool.slices:
                 piece.units += amount
             elif limit.measure < Measure.PARALLEL:  # its slice was given back, or is of a life that is over
-                self._tell(limit, 0, -amount, piece.bucket)
+                self._tell(limit.counter, limit.measure, 0, -amount, piece.bucket)
             else:
                 self._release(limit, amount)
 
@@ -284,16 +312,24 @@ class LeasingLimiter:
         for limit, bucket in zip(reservation.limits, reservation.buckets, strict=True):
             measure = limit.measure
             if measure < Measure.PARALLEL:
-                self._tell(limit, 0, used[measure] - reserved[measure], bucket)
+                self._tell(limit.counter, limit.measure, 0, used[measure] - reserved[measure], bucket)
             elif measure == Measure.PARALLEL and (pool := self._known_pool(limit)) is not None and not self.is_local:
                 pool.used_at = self._clock()
-                if pool.slices:
-                    pool.slices[0].units += 1
-                else:
+                if not pool.slices:
                     pool.slices.append(_Slice(1, 0, math.inf))
+                elif pool.slices[0].units < self._slice(limit):
+                    pool.slices[0].units += 1
+                else:  # another process may lack what lies here
+                    self._release(limit, 1)
             else:
                 self._hold(limit, -reserved[measure])
-                self._tell(limit, -reserved[measure], used[measure] if measure > Measure.PARALLEL else 0, 0)
+                self._tell(
+                    limit.counter,
+                    limit.measure,
+                    -reserved[measure],
+                    used[measure] if measure > Measure.PARALLEL else 0,
+                    0,
+                )
             urgent |= not self._slice(limit)
         if urgent:
             self._tell_soon()
@@ -325,19 +361,25 @@ class LeasingLimiter:
 
     def _release(self, limit: Limit, amount: int) -> None:
         self._hold(limit, -amount)
-        self._tell(limit, -amount, 0, 0)
+        self._tell(limit.counter, limit.measure, -amount, 0, 0)
 
-    def _tell(self, limit: Limit, held: int, spent: int, bucket: int) -> None:
+    def _tell(self, counter: str, measure: Measure, held: int, spent: int, bucket: int) -> None:
         if not held and not spent:
             return
-        name = limit.counter, bucket
+        name = counter, bucket
         known = self._untold.get(name)
         if known is not None:
             held, spent = held + known.held, spent + known.spent
         elif len(self._untold) >= _MOST_UNTOLD:
             self._on_error("dropped")
             return
-        self._untold[name] = Change(limit.counter, limit.measure, held, spent, bucket)
+        self._untold[name] = Change(counter, measure, held, spent, bucket)
+
+    def _tell_later(self, untold: Mapping[tuple[str, int], Change]) -> None:
+        """What could not be told, and what came meanwhile."""
+        since, self._untold = self._untold, dict(untold)
+        for change in since.values():
+            self._tell(change.counter, change.measure, change.held, change.spent, change.bucket)
 
     # --- keeping the ledger informed
 
@@ -350,9 +392,7 @@ class LeasingLimiter:
 
     async def run(self) -> None:
         """For as long as requests come: gives back what lies idle, renews what is held, looks for a ledger that was lost."""
-        while True:
-            await asyncio.sleep(_TICK_S)
-            await self.tick()
+        await repeat(self.tick, _TICK_S, _log, "keeping up with the ledger of limits")
 
     async def tick(self) -> None:
         now = self._clock()
@@ -388,7 +428,7 @@ class LeasingLimiter:
             if piece.ends > now and not is_idle:
                 continue
             if limit.measure < Measure.PARALLEL:
-                self._tell(limit, 0, -piece.units, piece.bucket)
+                self._tell(limit.counter, limit.measure, 0, -piece.units, piece.bucket)
             else:
                 self._release(limit, piece.units)
             piece.units = 0
@@ -408,11 +448,12 @@ class LeasingLimiter:
 
     async def _tell_all(self, now: float) -> None:
         holds: list[Change] = []
+        given_back: list[Change] = []
         if now >= self._renew_at:
             self._renew_at = now + _RENEW_EVERY_S
-            self._held = {name: held for name, held in self._held.items() if held.held}
-            holds = list(self._held.values())
-        if not self._untold and not holds:
+            for held in self._held.values():
+                (holds if held.held else given_back).append(held)
+        if not self._untold and not holds and not given_back:
             return
         life = self._life
         untold, self._untold = self._untold, {}
@@ -420,8 +461,12 @@ class LeasingLimiter:
             await self._link.post(Post(self.holder, list(untold.values()), holds, []), surely=False)
         except LedgerUnavailable as error:
             if not error.was_sent:
-                self._untold = untold | self._untold
+                self._tell_later(untold)
             self._lost(error, life)
+            return
+        for held in given_back:  # which the ledger knows now
+            if self._held.get(held.counter) is held:
+                del self._held[held.counter]
 
     def _lost(self, error: LedgerUnavailable, life: int) -> None:
         """Whatever was sent may have happened, or may yet: so this process begins a new life, in which nothing is unclear."""
@@ -454,7 +499,7 @@ class LeasingLimiter:
             if error.was_sent:
                 self._begin_life()
             else:
-                self._untold = untold | self._untold
+                self._tell_later(untold)
             return
         self._dead.clear()
         self.is_local = False

@@ -7,17 +7,21 @@ decide by itself (`gateway.limits.leases`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 import msgspec
 
 from gateway.limits.ledger import Change, Granted, Ledger, Limit, Refused
 
-__all__ = ["LedgerLink", "LedgerServer", "LedgerUnavailable", "Post", "RemoteLedger"]
+__all__ = ["LedgerLink", "LedgerServer", "LedgerUnavailable", "Post", "RemoteLedger", "patience"]
 
 _DEADLINE_S: Final = 0.25
 """The supervisor answers in well under a millisecond; where it does not, a machine is busy, and waiting longer helps nobody."""
+
+_PARTS: Final = 20
+"""An answer takes a few turns of the loop, to send, to read, to wake who asked; that of a new connection some more."""
 
 
 class LedgerUnavailable(Exception):
@@ -49,6 +53,10 @@ class Post(msgspec.Struct, frozen=True, array_like=True, tag="post"):
 
 
 class LedgerLink(Protocol):
+    most_calls: int
+    """Of `acquire` at once. More would only wait at the ledger, which takes one after the other, while their deadlines run:
+    somebody's burst would look like an outage, and cost everybody else."""
+
     async def acquire(
         self, holder: str, limits: Sequence[Limit], amounts: Sequence[int], extras: Sequence[int]
     ) -> Granted | Refused:
@@ -58,6 +66,32 @@ class LedgerLink(Protocol):
         """Tell it. `surely`: return only once it knows. Raises `LedgerUnavailable`."""
 
     async def aclose(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def patience(seconds: float) -> AsyncIterator[None]:
+    """Raises TimeoutError in the block when others took so long, which is not the same as so much time.
+
+    It is counted in parts, and each waits for a turn of the event loop, which reads what has come. So where this process is
+    busy or was held up, an answer that is there is not too late; else our own work would look like an outage.
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+    async with asyncio.timeout(None) as timeout:
+
+        def wait(parts: int) -> None:
+            nonlocal timer
+            if parts:
+                timer = loop.call_later(seconds / _PARTS, wait, parts - 1)
+            else:
+                timeout.reschedule(loop.time())
+
+        wait(_PARTS)
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -101,6 +135,8 @@ class LedgerServer:
 class RemoteLedger:
     """A data process's side."""
 
+    most_calls = 64
+
     def __init__(
         self,
         call: Callable[[bytes], Awaitable[bytes]],
@@ -133,7 +169,7 @@ class RemoteLedger:
 
     async def _ask(self, message: Ask | Post) -> bytes:
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with patience(self._deadline_s):
                 return await self._call(_encode(message))
         except TimeoutError as error:
             raise LedgerUnavailable("timeout") from error

@@ -10,6 +10,8 @@ metrics    to the process     ''                         list of `Family`
 decisions  to the process     ''                         list of `DecisionBody`
 stop       to the process     '' (post)                  twice: without waiting for answers that run
 unready    to the supervisor  why, '' when ready (post)
+ledger     to the supervisor  `gateway.limits.link`      a verdict; as a post none
+queued     to the supervisor  how many requests wait there (post)
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from gateway.processes.messages import Batch, Crashed, HomeMade, Message
 from gateway.processes.shared_memory import SharedHomes, SharedQuarantine
 from gateway.processes.shared_router import SharedRouter
 from gateway.server.listener import raise_descriptor_limit
-from gateway.serving import configure_logging, listening, spare_collections
+from gateway.serving import configure_logging, keep_freed_memory, listening, spare_collections
 from router import Trust
 
 __all__ = ["main"]
@@ -44,7 +44,7 @@ _WARM_S: Final = 2.0
 _LEDGER_S: Final = 1.0
 """More than the limits wait themselves (`gateway.limits.link`)."""
 _POLL_S: Final = 0.02
-_UNREADY_POLL_S: Final = 0.1
+_NEWS_POLL_S: Final = 0.1
 
 
 class _DataProcess:
@@ -91,12 +91,16 @@ class _DataProcess:
         """Once it knows what others know. Raises OSError."""
         await self._warm_up()
         spare_collections()
+        keep_freed_memory()
         return self._listening.enter_context(listening(self._start.host, self._start.port, shared=True))
 
-    async def serve(self, listener: socket.socket, tell_unready: Callable[[str], None]) -> None:
-        """Until the server was asked to stop, and running answers have ended or had their time."""
+    async def serve(self, listener: socket.socket, tell: Callable[[str, bytes], None]) -> None:
+        """Until the server was asked to stop, and running answers have ended or had their time.
+
+        `tell`: the supervisor, by topic.
+        """
         async with self.plane.background():
-            telling = asyncio.create_task(self._tell_unready(tell_unready))
+            telling = asyncio.create_task(self._tell_news(tell))
             try:
                 await self.server.serve(listener)
             finally:
@@ -168,13 +172,15 @@ class _DataProcess:
         exact = {view.id for view in views if view.trust is Trust.EXACT}
         return healthy.issuperset(self._start.healthy) and exact.issuperset(self._start.exact)
 
-    async def _tell_unready(self, tell: Callable[[str], None]) -> None:
-        last: str | None = None
+    async def _tell_news(self, tell: Callable[[str, bytes], None]) -> None:
+        told: dict[str, bytes] = {}
         while True:
-            if (reason := self.unready()) != last:
-                tell(reason)
-                last = reason
-            await asyncio.sleep(_UNREADY_POLL_S)
+            news = {"unready": self.unready().encode(), "queued": b"%d" % len(self.plane.admission)}
+            for topic, value in news.items():
+                if told.get(topic) != value:
+                    tell(topic, value)
+            told = news
+            await asyncio.sleep(_NEWS_POLL_S)
 
 
 class _Host:
@@ -210,9 +216,7 @@ class _Host:
         try:
             await asyncio.wait({self._listener})
             if not self._listener.cancelled():
-                await self._started.serve(
-                    self._listener.result(), lambda reason: self._channel.post("unready", reason.encode())
-                )
+                await self._started.serve(self._listener.result(), self._channel.post)
         finally:
             if self._process is not None:
                 await self._process.aclose()

@@ -56,7 +56,12 @@ class Membership:
 
     def take_over(self, members: Sequence[Member]) -> None:
         wanted = {member.id: member for member in members}
-        for replica_id in self._members.keys() - wanted.keys():  # first: its model may go to another kind of replica
+        gone = [
+            replica_id
+            for replica_id, member in self._members.items()
+            if replica_id not in wanted or _is_for_another_pool(member.spec, wanted[replica_id].spec)
+        ]
+        for replica_id in gone:  # first all of them: their model may go to another kind of replica
             self._watcher.stop(replica_id)
             self._router.remove(replica_id)
             del self._members[replica_id]
@@ -79,3 +84,8 @@ class Membership:
             self._router.set_health(member.id, False, self._clock())
         elif is_new or before is None or not before.watched:
             self._watcher.start(member.id, member.spec)
+
+
+def _is_for_another_pool(before: ReplicaSpec, now: ReplicaSpec) -> bool:
+    """One without a model has no pool yet."""
+    return bool(before.model) and (before.model, before.kind, before.revision) != (now.model, now.kind, now.revision)

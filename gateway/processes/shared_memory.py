@@ -23,7 +23,8 @@ class SharedHomes(Homes):
 
     def made(self, owner: str, name: str, home: Home) -> None:
         super().made(owner, name, home)
-        self._tell_now(HomeMade(owner, name, home.replica_id, home.model))
+        if super().find(owner, name) is not None:
+            self._tell_now(HomeMade(owner, name, home.replica_id, home.model))
 
     def find(self, owner: str, name: str) -> Home | None:
         home = super().find(owner, name)

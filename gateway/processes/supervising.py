@@ -174,7 +174,7 @@ class _Supervising:
     def _rates(self) -> RequestRates:
         """By what the processes tell of replicas: tries, rather than requests."""
         in_flight = sum(view.inflight for view in self._router.replicas())
-        return RequestRates(in_flight, None, *self._meter.per_s(self._clock()))
+        return RequestRates(in_flight, self._supervisor.queued(), *self._meter.per_s(self._clock()))
 
     async def _metrics(self, replicas: Sequence[ReplicaView]) -> bytes:
         merged, now = await self._supervisor.take_metrics(), self._clock()

@@ -17,10 +17,12 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
+import msgspec
+from msgspec.msgpack import Decoder
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admin.bodies import DecisionBody
@@ -28,6 +30,7 @@ from gateway.processes.bus import SUPERVISOR
 from gateway.processes.channel import Channel, ChannelClosed, ChannelError
 from gateway.processes.control import DECISIONS, FAMILIES, Start, encode
 from gateway.processes.merged_metrics import MergedMetrics
+from gateway.repeating import repeat
 
 __all__ = ["Supervisor", "announcing"]
 
@@ -50,6 +53,8 @@ _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 _KEPT_DECISIONS: Final = 256
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True, eq=False)
 class _Child:
@@ -65,6 +70,8 @@ class _Child:
     serves: bool = False
     """Whether it takes connections."""
     unready: str = "A process starts."
+    queued: int = 0
+    """Requests that wait there for a replica."""
     answered_at: float = 0.0
 
     @property
@@ -117,7 +124,10 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 slots = [group.create_task(self._keep_one()) for _ in range(self._count)]
-                watching = [group.create_task(self._poll()), group.create_task(self._publish())]
+                watching = [
+                    group.create_task(repeat(self._poll, _POLL_S, _log, "looking after the processes")),
+                    group.create_task(repeat(self.published, _PUBLISH_S, _log, "telling the processes")),
+                ]
                 await asyncio.wait(slots)
                 for task in watching:
                     task.cancel()
@@ -254,7 +264,11 @@ class Supervisor:
         channel = await Channel.over(
             ours,
             answers=asked,
-            hears={**asked, "unready": lambda reason: setattr(child, "unready", reason.decode())},
+            hears={
+                **asked,
+                "unready": lambda reason: setattr(child, "unready", reason.decode()),
+                "queued": lambda number: setattr(child, "queued", int(number)),
+            },
         )
         child = _Child(number, process, channel, asyncio.create_task(channel.run()))
         return child
@@ -294,19 +308,13 @@ class Supervisor:
                 raise result
         return answers
 
-    async def _publish(self) -> None:
-        while True:
-            await asyncio.sleep(_PUBLISH_S)
-            await self.published()
-
     async def _poll(self) -> None:
         """So that what a process counted is not lost with it; and one that hangs is found."""
-        while True:
-            await asyncio.sleep(_POLL_S)
-            await self.take_metrics()
-            for child in self._serving:
-                if child.serves and child.answered_at + _HUNG_S <= time.monotonic():
-                    _log.error("process %d answers nothing any more", child.process.pid)
+        await self.take_metrics()
+        for child in self._serving:
+            if child.serves and child.answered_at + _HUNG_S <= time.monotonic():
+                _log.error("process %d answers nothing any more", child.process.pid)
+                with contextlib.suppress(ProcessLookupError):
                     child.process.kill()
 
     # --- what is to be seen
@@ -315,25 +323,36 @@ class Supervisor:
         """Why clients should wait; None when every process that takes connections can answer."""
         if self._stopping.is_set():
             return "The gateway is stopping."
-        if self._stopping.is_set():
-            return "The gateway stops."
         serving = [child for child in self._serving if child.serves]
         self._was_whole |= len(serving) == self._count
         if not serving or not self._was_whole:
             return "The processes start."
         return next((child.unready for child in serving if child.unready), None)
 
+    def queued(self) -> int:
+        """Requests that wait for a replica, of all processes."""
+        return sum(child.queued for child in self._serving)
+
     async def take_metrics(self) -> MergedMetrics:
         """What all processes have counted until now."""
-        for child, answer in await self._ask_all({"metrics": b""}):
+        for child, families in self._decoded(FAMILIES, await self._ask_all({"metrics": b""})):
             if child in self._serving:
-                self._metrics.take(child.name, FAMILIES.decode(answer))
+                self._metrics.take(child.name, families)
         return self._metrics
 
     async def decisions(self) -> list[DecisionBody]:
         """The last ones, of all processes."""
-        found = [body for _, answer in await self._ask_all({"decisions": b""}) for body in DECISIONS.decode(answer)]
+        told = self._decoded(DECISIONS, await self._ask_all({"decisions": b""}))
+        found = [body for _, bodies in told for body in bodies]
         return sorted(found, key=lambda body: body.time)[-_KEPT_DECISIONS:]
+
+    def _decoded(self, decoder: Decoder[T], answers: Iterable[tuple[_Child, bytes]]) -> Iterator[tuple[_Child, T]]:
+        """Those that can be read: what one process says wrongly hides nothing of what the others say."""
+        for child, answer in answers:
+            try:
+                yield child, decoder.decode(answer)
+            except msgspec.MsgspecError as error:
+                _log.error("what process %d answers cannot be read: %s", child.process.pid, error)
 
 
 def announcing(app: ASGIApp, supervisor: Supervisor) -> ASGIApp:

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from gateway.api_error import ApiError
-from gateway.server.asgi import DISCONNECT_EXTENSION, WRITE_EXTENSION
+from gateway.server.asgi import ANSWER_EXTENSION, DISCONNECT_EXTENSION, WRITE_EXTENSION
 
 __all__ = ["HIGH_WATER_BYTES", "Carrier", "Cycle", "encode_error"]
 
@@ -97,7 +97,11 @@ class Cycle:
         self._answered = False
         self._chunked = False
         self._left: int | None = None
-        scope["extensions"] = {DISCONNECT_EXTENSION: self.watch, WRITE_EXTENSION: self.try_write}
+        scope["extensions"] = {
+            DISCONNECT_EXTENSION: self.watch,
+            WRITE_EXTENSION: self.try_write,
+            ANSWER_EXTENSION: self.try_answer,
+        }
 
     # --- called by the connection
 
@@ -189,7 +193,7 @@ class Cycle:
             await asyncio.sleep(0)  # an app that never waits for anything must not hold the loop for a client that left
             return
         if message["type"] == "http.response.start":
-            self._start(message)
+            self._start(message["status"], message.get("headers", ()))
         else:
             self._write_body(message.get("body", b""), more=message.get("more_body", False))
 
@@ -203,12 +207,20 @@ class Cycle:
             self._write_body(data, more=True)
         return True
 
-    def _start(self, message: Message) -> None:
+    def try_answer(self, status: int, headers: Iterable[Header], body: bytes) -> bool:
+        """A whole answer, now; False, and nothing is written, when the client is behind or gone."""
+        if self.gone or self._carrier.write_paused:
+            return False
+        self._start(status, headers)
+        self._write_body(body, more=False)
+        return True
+
+    def _start(self, status: int, headers: Iterable[Header]) -> None:
         if self._head is not None:
             raise RuntimeError("an answer starts once")
-        lines = [_STATUS_LINES[message["status"]]]
+        lines = [_STATUS_LINES[status]]
         num_lines = 1
-        for name, value in message.get("headers", ()):
+        for name, value in headers:
             if name == b"content-length":
                 self._left = int(value)
             elif name == b"connection":
@@ -219,7 +231,7 @@ class Cycle:
         head = b"".join(lines)
         if not head.count(b"\n") == head.count(b"\r") == num_lines or b"\0" in head:
             raise RuntimeError("a header of an answer holds a line break or NUL")
-        if self.scope["method"] == "HEAD" or message["status"] in (204, 304):
+        if self.scope["method"] == "HEAD" or status in (204, 304):
             self._left = 0
         self._head = head
 

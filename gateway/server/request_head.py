@@ -84,11 +84,10 @@ class RequestHead:
         self.complete = True
         self._by_name = dict(self.headers)
         self._check_host(version)
-        self._check_encoding(version)
-        expects = [value.lower() for value in self._values(b"expect")]
-        if expects not in ([], [b"100-continue"]):
-            raise ApiError(417, "expectation_failed", "Only 'expect: 100-continue' is understood.")
-        self.expects_continue = bool(expects) and version == "1.1"
+        if b"transfer-encoding" in self._by_name:
+            self._check_encoding(version)
+        if b"expect" in self._by_name:
+            self._check_expectation(version)
         return {
             "type": "http",
             "asgi": _ASGI,
@@ -103,9 +102,11 @@ class RequestHead:
         }
 
     def _values(self, name: bytes) -> list[bytes]:
-        return [value for key, value in self.headers if key == name] if name in self._by_name else []
+        return [value for key, value in self.headers if key == name]
 
     def _check_host(self, version: str) -> None:
+        if len(self._by_name) == len(self.headers) and (host := self._by_name.get(b"host")) and _is_host(host):
+            return  # nearly always
         hosts = self._values(b"host")
         if len(hosts) != 1 and not (version == "1.0" and not hosts):
             raise ApiError(400, "invalid_host", "A request has one Host header.")
@@ -115,9 +116,14 @@ class RequestHead:
     def _check_encoding(self, version: str) -> None:
         """The parser takes any list that ends in chunked, and takes it of HTTP/1.0; a proxy before us may read it otherwise."""
         encodings = [value.lower() for value in self._values(b"transfer-encoding")]
-        if encodings and (encodings != [b"chunked"] or version == "1.0"):
+        if encodings != [b"chunked"] or version == "1.0":
             raise ApiError(400, "invalid_http", "Transfer-Encoding is chunked, once, or absent.")
-        self.is_chunked = bool(encodings)
+        self.is_chunked = True
+
+    def _check_expectation(self, version: str) -> None:
+        if [value.lower() for value in self._values(b"expect")] != [b"100-continue"]:
+            raise ApiError(417, "expectation_failed", "Only 'expect: 100-continue' is understood.")
+        self.expects_continue = version == "1.1"
 
     def without_upgrade(self, method: bytes, version: str) -> bytes:
         """The same request without its offer to speak another protocol: a server that ignores the offer answers it as it is."""

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
+from gateway.upstream.alarm import Alarm
 from gateway.upstream.contract import (
     Header,
     ProtocolViolation,
@@ -43,13 +44,13 @@ so that white space alone makes no acceptable head too large."""
 _RACE_S: Final = 1.0
 """A connection that was closed while idle shows it within a round trip. One that ends later was at work on the request: that
 is a failure to count, and whether to try again is for others to decide."""
-_TIMER_SLACK_S: Final = 0.001  # uvloop's clock ticks in milliseconds
 
 
 class Carrier(Protocol):
     """The connection, as long as the exchange runs."""
 
     loop: asyncio.AbstractEventLoop
+    alarm: Alarm
 
     def pause_reading(self) -> None: ...
 
@@ -78,6 +79,7 @@ class Exchange:
         self._sent_at = self._loop.time()
         # The connection while it is ours, and its parser: a new one each time (0.4 us) holds nothing of the last answer.
         self._carrier: Carrier | None = carrier
+        self._alarm = carrier.alarm
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
         # How far the answer got.
         self._heard = False
@@ -96,9 +98,6 @@ class Exchange:
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
         self._take: Callable[[bytes], bool] | None = None
-        self._deadline = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
 
     # --- the reader's side
 
@@ -169,10 +168,10 @@ class Exchange:
         """Until there is something new; at the deadline that is a failure."""
         assert self._waiter is None, "an answer has one reader"
         loop, timeouts = self._loop, self._timeouts
-        self._deadline = loop.time() + timeouts.idle_s if self._has_body else self._sent_at + timeouts.first_byte_s
-        # A timer that fires before the deadline is set again, so of a stream's many waits hardly any sets one.
-        if self._timer is None or self._deadline < self._timer_at:
-            self._set_timer()
+        if self._has_body:
+            self._alarm.set(loop.time() + timeouts.idle_s, self._silent)
+        else:
+            self._alarm.set(self._sent_at + timeouts.first_byte_s, self._silent)
         self._waiter = loop.create_future()
         try:
             await self._waiter
@@ -182,19 +181,11 @@ class Exchange:
         finally:
             self._waiter = None
 
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = self._deadline
-        self._timer = self._loop.call_at(self._deadline, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
+    def _silent(self) -> None:
+        """At the deadline of a wait."""
         if self._waiter is None or self._waiter.done():
-            return  # the reader is busy, and the silence its own; its next wait sets the timer
-        if self._deadline - self._loop.time() > _TIMER_SLACK_S:
-            self._set_timer()
-        elif self._has_body:
+            return  # the reader is busy, and the silence its own; its next wait sets the alarm
+        if self._has_body:
             self.fail(UpstreamTimeout(f"silent for {self._timeouts.idle_s} s in the middle of an answer"))
         else:
             self.fail(UpstreamTimeout(f"no first byte within {self._timeouts.first_byte_s} s"))
@@ -240,7 +231,7 @@ class Exchange:
         if self._take is None or self._ended:
             self._wake()
         else:
-            self._deadline = self._loop.time() + self._timeouts.idle_s
+            self._alarm.deadline = self._loop.time() + self._timeouts.idle_s
 
     def feed_eof(self) -> None:
         """The replica closed its side, which is how an answer without framing ends."""
@@ -270,9 +261,8 @@ class Exchange:
     def _leave(self) -> Carrier:
         carrier = self._carrier
         assert carrier is not None
-        if self._timer is not None:
-            self._timer.cancel()
-        self._carrier = self._parser = self._timer = None
+        self._alarm.clear()
+        self._carrier = self._parser = None
         return carrier
 
     def _wake(self) -> None:

@@ -15,6 +15,7 @@ import ssl
 from functools import lru_cache
 from typing import Final, cast
 
+from gateway.upstream.alarm import Alarm
 from gateway.upstream.contract import (
     ConnectFailed,
     ConnectRefused,
@@ -31,6 +32,8 @@ __all__ = ["Http1Upstream", "encode_head", "host_header"]
 
 _KEEP_IDLE_S: Final = 4.0
 """uvicorn, and so vLLM and our workers, close a connection that was idle for 5 s; leaving first avoids most races."""
+_MAX_AGE_S: Final = 300.0
+"""After so long an origin's name may point elsewhere, and a busy connection would never find out."""
 _MAX_IDLE: Final = 256
 """Idle connections kept for one origin; more are left over from a burst."""
 
@@ -40,10 +43,19 @@ _OURS: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"co
 class Http1Upstream:
     """`gateway.upstream.contract.Upstream` over HTTP/1.1. Belongs to one event loop."""
 
-    def __init__(self, *, tls: ssl.SSLContext | None = None, keep_idle_s: float = _KEEP_IDLE_S) -> None:
-        """`tls`: for https origins; None trusts whom the system trusts."""
+    def __init__(
+        self,
+        *,
+        tls: ssl.SSLContext | None = None,
+        keep_idle_s: float = _KEEP_IDLE_S,
+        max_age_s: float = _MAX_AGE_S,
+    ) -> None:
+        """`tls`: for https origins; None trusts whom the system trusts. `max_age_s`: a connection older than that is not kept
+        for another request.
+        """
         self._tls = tls
         self._keep_idle_s = keep_idle_s
+        self._max_age_s = max_age_s
         self._connections: set[_Connection] = set()
         # Dicts as ordered sets: the newest is taken, the oldest expires, any may be lost, each in O(1).
         self._idle: dict[Origin, dict[_Connection, None]] = {}
@@ -150,6 +162,8 @@ class Http1Upstream:
 
     def try_keep(self, connection: _Connection) -> bool:
         """Whether the connection, done with its exchange, may wait here for the next one."""
+        if connection.idle_since - connection.opened_at > self._max_age_s:
+            return False
         idle = self._idle.setdefault(connection.origin, {})
         if len(idle) >= _MAX_IDLE:
             return False
@@ -171,8 +185,10 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, pool: Http1Upstream, origin: Origin) -> None:
         self.loop = asyncio.get_running_loop()
+        self.alarm = Alarm(self.loop)
         self.origin = origin
         self.exchange: Exchange | None = None
+        self.opened_at = self.loop.time()
         self.idle_since = 0.0
         self.lost: asyncio.Future[None] = self.loop.create_future()
         self._pool = pool
@@ -217,6 +233,7 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         """At once: a graceful close would first wait for the replica to read the rest of its request."""
         self.exchange = None
+        self.alarm.close()
         self._pool.closing(self)
         self._transport.abort()
 

@@ -29,7 +29,7 @@ async def frames(http: httpx.AsyncClient, path: str = "/kv_events") -> AsyncIter
             for frame in decoder.feed(data):
                 yield frame
 
-    async with asyncio.timeout(10), http.stream("GET", path) as answer:
+    async with asyncio.timeout(30), http.stream("GET", path) as answer:
         assert answer.status_code == 200
         async with aclosing(decoded(answer)) as stream:
             yield stream
@@ -689,7 +689,7 @@ async def test_a_client_that_leaves_ends_its_generation(
         )
 
     async def wait_until_running(expected: bool) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while bool(await running()) != expected:  # noqa: ASYNC110 - the replica tells it only when asked
                 await asyncio.sleep(0.01)
 

@@ -21,7 +21,8 @@ import msgspec
 
 from gateway.openai import GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer, Prompters
-from router import Decision, NameCache, Outcome, Pool, Router, block_names, root_name
+from gateway.serving import keep_freed_memory
+from router import Decision, IdTexts, NameCache, Outcome, Pool, Router, block_names, root_name
 from router.prompt import Prompter
 from router.wire import Batch, Hello, PromptField, ReplicaSpec, Stored, encode_ids
 from tests.router.golden import golden, golden_prompter
@@ -115,7 +116,7 @@ class _Gateway:
         text = self.prompter.render_chat(fields, now)
         packed = self.prompter.pack_text(text)
         prompt = self.preparer.prepare_now(request, self.pool, "salt")
-        root, cache = root_name(model=_MODEL), NameCache(32 << 20)
+        root, cache, texts = root_name(model=_MODEL), NameCache(32 << 20), IdTexts(32 << 20)
         return {
             "parse": lambda: parse_request("/v1/chat/completions", body, open_access=False),
             "decode messages": request.fields,
@@ -123,14 +124,16 @@ class _Gateway:
             "tokenize": lambda: self.prompter.pack_text(text),
             "names": lambda: cache.names(packed, root),
             "names, new": lambda: block_names(packed, root),
-            "base64": lambda: encode_ids(packed),
+            "base64": lambda: texts.encode(packed),
+            "base64, new": lambda: encode_ids(packed),
             "decide": lambda: self.router.route(prompt.query(request), 0.0, 0.5),
             "splice": lambda: _splice(request, prompt),
         }
 
 
 def _splice(request: GenerationRequest, prompt: PreparedPrompt) -> bytes:
-    return request.upstream_body({"warmpath": PromptField(prompt_ids=prompt.ids or "", salt="salt", request_id="id")})
+    field = PromptField(salt="salt", request_id="id")
+    return request.upstream_body({"warmpath": msgspec.Raw(field.encode(prompt.ids or b""))})
 
 
 def _cpu_ms(work: Callable[[], Any]) -> float:
@@ -144,6 +147,7 @@ def _summary(samples: list[float]) -> dict[str, float]:
 
 
 def main(argv: list[str]) -> None:
+    keep_freed_memory()  # as it serves
     gateway = _Gateway(golden_prompter(_MODEL, native="--plain" not in argv))
     text = _Text()
     report: dict[str, Any] = {"native": gateway.prompter.is_native, "rounds": _ROUNDS, "unit": "ms of CPU"}

@@ -237,7 +237,7 @@ async def gateway(state_dir: Path, *replicas: StubReplica, **settings: Any) -> A
         _http(admin_url, authorization=f"Bearer {admin_key}") as admin,
     ):
         running = Running(built, client, admin, key)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not await _all_healthy(running, len(values["replicas"])):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         yield running
@@ -245,7 +245,7 @@ async def gateway(state_dir: Path, *replicas: StubReplica, **settings: Any) -> A
 
 def _http(base_url: str, **headers: str) -> httpx.AsyncClient:
     # Reading the system's certificates takes 0.1 s and serves nobody here.
-    return httpx.AsyncClient(base_url=base_url, headers=headers, timeout=10, verify=False)
+    return httpx.AsyncClient(base_url=base_url, headers=headers, timeout=30, verify=False)
 
 
 async def _all_healthy(running: Running, expected: int) -> bool:

@@ -20,9 +20,10 @@ from gateway.admin.idempotency import Idempotency
 from gateway.admin.live import Live
 from gateway.admin.registry import Registry
 from gateway.admin.replicas import replica_bodies
-from gateway.admin.rest import Endpoint, Needs
+from gateway.admin.rest import Endpoint
 from gateway.admin.routes import ENDPOINTS, admin_app
 from gateway.aliases import Aliases
+from gateway.api_document import Needs
 from gateway.api_error import ApiError
 from gateway.dispatch import Record
 from gateway.keys import GivenKey, KeyKind, KeyRecord, KeyStoreError
@@ -39,7 +40,7 @@ from tests.serving import eventually
 WALL_OFFSET = 1_800_000_000.0
 WORKER = {"url": "http://127.0.0.1:8101", "model": "m", "epoch": "e1", "credential": "s3cret"}
 
-RATES = RequestRates(3, None, 1.5, 0.0)
+RATES = RequestRates(3, 0, 1.5, 0.0)
 
 KEYLESS = [endpoint for endpoint in ENDPOINTS if endpoint.needs is Needs.NO_KEY]
 KEYED = [endpoint for endpoint in ENDPOINTS if endpoint.needs is not Needs.NO_KEY]
@@ -251,7 +252,13 @@ async def test_a_key_in_the_query_or_a_cookie_is_no_key(admin: Admin, endpoint: 
 
 
 def test_only_these_need_no_key() -> None:
-    assert sorted(endpoint.path for endpoint in KEYLESS) == ["/health", "/metrics", "/openapi.json", "/ready"]
+    assert sorted(endpoint.path for endpoint in KEYLESS) == [
+        "/health",
+        "/metrics",
+        "/openapi.json",
+        "/openapi/public.json",
+        "/ready",
+    ]
     assert {endpoint.path for endpoint in KEYED if not endpoint.path.startswith("/admin/v1/")} == {
         *("/workers", "/workers/{worker_id:path}", "/list_workers", "/add_worker", "/remove_worker")
     }
@@ -340,6 +347,29 @@ async def test_only_json_is_read(admin: Admin, kind: str) -> None:
 
     assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_media_type")
     assert len(admin.context.keys.ring.records()) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/admin/v1/keys", '{"name": "a", "name": "b"}'),
+        ("/admin/v1/keys", '{"name": "a", "limits": {"requests_per_minute": 1, "requests_per_minute": 2}}'),
+        ("/admin/v1/replicas", '{"url": "http://127.0.0.1:8101", "url": "http://127.0.0.1:8102"}'),
+        ("/workers", '{"url": "http://127.0.0.1:8101", "url": "http://127.0.0.1:8102"}'),
+    ],
+)
+async def test_a_name_that_is_there_twice_means_nothing(admin: Admin, path: str, body: str) -> None:
+    answer = await admin.call("POST", path, content=body, headers={"content-type": "application/json"})
+
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "duplicate_key")
+
+
+async def test_a_compressed_body_is_refused_unread(admin: Admin) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+
+    answer = await admin.call("POST", "/admin/v1/keys", content='{"name": "a"}', headers=headers)
+
+    assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_encoding")
 
 
 async def test_a_body_without_an_announced_length_is_counted_while_it_comes(admin: Admin) -> None:
@@ -1019,13 +1049,16 @@ async def test_keys_made_at_the_same_time_are_all_kept(admin: Admin) -> None:
     assert len(admin.context.keys.ring.records()) == 13
 
 
-async def test_a_full_disk_is_a_503_in_shape_and_makes_no_key(admin: Admin, tmp_path: Path) -> None:
+async def test_a_full_disk_is_a_503_in_shape_and_makes_no_key(
+    admin: Admin, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "keys.json").unlink()
     (tmp_path / "keys.json").mkdir()  # cannot be replaced by a file
 
     answer = await admin.call("POST", "/admin/v1/keys", json={"name": "x"})
 
     assert (answer.status_code, error_of(answer)["code"]) == (503, "storage_unavailable")
+    assert "keys.json" in caplog.text
     assert len(admin.context.keys.ring.records()) == 3
 
 
@@ -1151,7 +1184,7 @@ async def test_the_document_describes_every_endpoint_and_only_those(admin: Admin
         operation = document["paths"][documented(endpoint)][endpoint.method.lower()]
         assert ("security" in operation) == (endpoint.needs is not Needs.NO_KEY)
         assert ("requestBody" in operation) == (endpoint.body is not None)
-        assert set(operation["responses"]) == {str(endpoint.status), "default"}
+        assert set(operation["responses"]) == {str(endpoint.status), "4XX", *map(str, endpoint.failures)}
 
 
 async def test_every_reference_in_the_document_leads_somewhere(admin: Admin) -> None:
@@ -1170,20 +1203,26 @@ async def test_every_reference_in_the_document_leads_somewhere(admin: Admin) -> 
 
 
 async def test_a_scrape_of_a_thousand_replicas_leaves_the_loop_its_time(admin: Admin) -> None:
-    """In CPU time of the loop's own thread, since another process may take that off the machine at any moment."""
+    """In CPU time of the loop's own thread, since another process may take that off the machine at any moment.
+
+    What it shares with others, caches and cores, makes it only longer: the best of some counts.
+    """
     for number in range(1024):
         admin.context.router.add(
             f"w{number}", ReplicaSpec(url=f"http://127.0.0.1:{10_000 + number}", model="m"), now=0.0
         )
-    steps: list[float] = []
 
-    scraping = asyncio.create_task(admin.call("GET", "/metrics", key=None))
-    while not scraping.done():
-        began = time.thread_time()
-        await asyncio.sleep(0)
-        steps.append(time.thread_time() - began)
+    async def longest_step_s() -> float:
+        steps: list[float] = []
+        scraping = asyncio.create_task(admin.call("GET", "/metrics", key=None))
+        while not scraping.done():
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            steps.append(time.thread_time() - began)
+        assert (await scraping).text.count("warmpath_replica_healthy{") == 1024
+        assert len(steps) > 8, "there were turns for others"
+        return max(steps)
 
-    text = (await scraping).text
-    assert text.count("warmpath_replica_healthy{") == 1024
-    assert len(steps) > 8, "there were turns for others"
-    assert max(steps) < 0.02  # 1 ms on an idle machine; all of it in one turn would be 40
+    assert (
+        min([await longest_step_s() for _ in range(3)]) < 0.02
+    )  # 1 ms on an idle machine; all of it in one turn would be 40

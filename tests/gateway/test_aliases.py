@@ -9,7 +9,7 @@ import pytest
 from gateway.aliases import Aliases
 from gateway.openai import parse_request
 from gateway.settings import SettingsError, load_settings
-from tests.gateway.stub import DONE, MODEL, USAGE, event, gateway, says, streams, stub
+from tests.gateway.stub import DONE, MODEL, USAGE, event, gateway, response, says, streams, stub, writes
 
 BODY = b'{ "messages": [{"role":"user","content":"h\\u00e9llo"}], "model":"gpt-4o" , "x": 1.50, "stream": true}'
 
@@ -93,6 +93,21 @@ async def test_the_openai_client_gets_an_answer_for_an_alias(tmp_path: Path) -> 
             answer = await client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": "x"}])
 
     assert answer.choices[0].message.content == "hi"
+
+
+async def test_a_response_that_was_made_by_an_alias_is_found_by_a_key_for_it(tmp_path: Path) -> None:
+    made = writes(response(200, b'{"id":"resp_1","object":"response","output":[]}'))
+    async with stub(made) as replica, gateway(tmp_path, replica, aliases={"gpt-4o": MODEL}) as running:
+        statuses: list[int] = []
+        for models in (("gpt-4o",), ("gpt-*",), (MODEL,), ("other",)):
+            _, key = await running.gateway.keys.create("client", name=models[0], models=models)
+            auth = {"authorization": f"Bearer {key}"}
+            if not statuses:
+                body = {"model": "gpt-4o", "input": "x"}
+                assert (await running.client.post("/v1/responses", json=body, headers=auth)).status_code == 200
+            statuses.append((await running.client.get("/v1/responses/resp_1", headers=auth)).status_code)
+
+    assert statuses == [200, 200, 200, 404]
 
 
 async def test_a_key_is_held_to_the_name_that_it_asks_for(tmp_path: Path) -> None:

@@ -50,11 +50,11 @@ async def test_when_all_replicas_were_down_the_first_that_is_back_is_used_within
         took_s = time.monotonic() - asked_at
 
         await two.listen()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await running.chat()).status_code != 200:  # noqa: ASYNC110 - only an answer tells it
                 await asyncio.sleep(0.05)
 
-    assert took_s < 1.0, "nobody is waited for when nobody is there"
+    assert took_s < 5.0, "nobody is waited for when nobody is there"
 
 
 async def test_a_replica_that_is_down_from_the_start_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ async def test_both_transports_serve_and_let_go(tmp_path: Path) -> None:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
         async with running.client.stream("POST", "/v1/chat/completions", json=body, headers=running.auth) as left:
             await anext(left.aiter_lines())
-        await eventually(replica.seen[-1].gone.is_set, within_s=2.0)
+        await eventually(replica.seen[-1].gone.is_set, within_s=10.0)
         await eventually(lambda: running.gateway.upstream.in_use == 0)
 
     assert whole.json()["choices"][0]["message"]["content"] == "hi"

@@ -141,14 +141,16 @@ async def test_one_unlike_the_others_of_its_model_is_refused(admin: Admin) -> No
     assert (answer.status_code, answer.json()["code"]) == (409, "MODEL_MISMATCH")
 
 
-async def test_there_is_room_for_only_so_many(admin: Admin) -> None:
-    for port in range(30000, 31024):
+async def test_there_is_room_for_only_so_many(admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many is tests/gateway/test_registry.py's to say."""
+    monkeypatch.setattr("gateway.admin.registry._MAX_REPLICAS", 4)
+    for port in range(30000, 30004):
         await admin.call("POST", f"/add_worker?url=http://127.0.0.1:{port}")
 
     full = await admin.call("POST", "/workers", json={"url": URL})
 
     assert full.status_code == 409
-    assert "1024" in full.json()["error"]
+    assert "4 replicas" in full.json()["error"]
 
 
 async def test_a_worker_that_was_added_serves(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ REPLICA: dict[str, Any] = {
     "inflight": 0,
     "load": None,
 }
-QUIET = {"in_flight": 0, "queued": None, "per_s": 0.0, "failed_per_s": 0.0}
+QUIET = {"in_flight": 0, "queued": 0, "per_s": 0.0, "failed_per_s": 0.0}
 
 
 def shown(table: Table) -> str:

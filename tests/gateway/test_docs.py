@@ -1,4 +1,4 @@
-"""docs/gateway.md says what the code does: its endpoints, its error codes, its limits."""
+"""docs/gateway.md says what the code does: its endpoints, its error codes, its limits. What any page names is there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from gateway.server.connection import ListenerLimits
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "gateway.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_FOR_CLIENTS = {ROOT / "gateway" / "admin", ROOT / "gateway" / "commands"}
 
 
@@ -40,3 +41,33 @@ def test_the_listeners_limits_are_those_in_the_table() -> None:
         f"is cut after {limits.write_stall_s:.0f} s",
     ):
         assert told in TEXT, told
+
+
+def test_every_link_and_file_of_every_page_is_there() -> None:
+    missing = []
+    for page in PAGES:
+        text = page.read_text()
+        links = [page.parent / link for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", text)]
+        files = [
+            ROOT / name
+            for name in re.findall(r"`((?:gateway|router|workers|loadtest|tests|deploy|docs)/[\w./-]+)`", text)
+        ]
+        missing += [f"{page.name}: {path}" for path in (*links, *files) if not path.exists()]
+
+    assert missing == []
+
+
+def test_every_python_module_that_a_page_names_is_there() -> None:
+    known = {
+        file.relative_to(ROOT).as_posix()
+        for folder in ("gateway", "router", "workers", "loadtest", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    missing = [
+        f"{page.name}: {name}"
+        for page in PAGES
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text())
+        if not any(path == name or path.endswith(f"/{name}") for path in known)
+    ]
+
+    assert missing == []

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.upstream.alarm import Alarm
 from gateway.upstream.contract import (
     Origin,
     ProtocolViolation,
@@ -28,6 +29,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.alarm = Alarm(self.loop)
         self.flow: list[str] = []
         self.ended: list[str] = []
 

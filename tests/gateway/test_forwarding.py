@@ -6,7 +6,7 @@ import pytest
 from starlette.types import Message
 
 from gateway.forwarding import Forwarding
-from gateway.server.asgi import Reply
+from gateway.server.asgi import WRITE_EXTENSION, Reply
 from gateway.sse import SseRelay
 from gateway.upstream.contract import ProtocolViolation, UpstreamError
 
@@ -52,7 +52,7 @@ class Client:
         self.gaps: list[float] = []
         self.now = 0.0
         relay = SseRelay(strip_usage=True)
-        reply = Reply(self._send, "id", None if takes is None else self._write)
+        reply = Reply(self._send, "id", None if takes is None else {WRITE_EXTENSION: self._write})
         self.forwarding = Forwarding(relay, reply, "m", self._clock, lambda model, gap: self.gaps.append(gap))
         self.relay = relay
 

@@ -132,6 +132,19 @@ async def test_a_connection_that_is_idle_too_long_is_not_used_even_if_it_is_stil
         assert replica.accepted == accepted + 1
 
 
+async def test_a_connection_that_is_old_is_not_kept_however_busy_it_is() -> None:
+    """A replica's name may have been given to another address meanwhile."""
+    async with connected(answer_each(OK), partial(Http1Upstream, max_age_s=0.02)) as (upstream, replica):
+        await call(upstream, request(replica.origin))
+        await asyncio.sleep(0.03)
+
+        await call(upstream, request(replica.origin))
+        assert upstream.idle == 0
+        await call(upstream, request(replica.origin))
+
+        assert replica.accepted == 2
+
+
 async def test_what_a_burst_leaves_idle_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.upstream.http1._MAX_IDLE", 2)
     async with connected(answer_each(OK), native) as (upstream, replica):

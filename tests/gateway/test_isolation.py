@@ -30,8 +30,9 @@ from tests.replicas import Replica, running, start_torch
 from workers.client import InProcessEngineClient
 from workers.simulated import SimulatedRunner, TimeModel, engine_over, simulated_info
 
-PAIRS = 1000
-REAL_PAIRS = int(os.environ.get("WARMPATH_TESTS_PAIRS", "16"))
+PAIRS = int(os.environ.get("WARMPATH_TESTS_SIMULATED_PAIRS", "250"))
+"""1,000 for the whole proof."""
+REAL_PAIRS = int(os.environ.get("WARMPATH_TESTS_PAIRS", "8"))
 """200 for the whole proof, which takes two minutes."""
 
 
@@ -175,7 +176,7 @@ async def test_a_simulated_fleet_does_not_tell_what_others_asked(tmp_path: Path)
 
     assert not any(measured.cached_of_others)
     assert all(measured.cached_of_own)
-    assert abs(auc(measured.other_tenants, measured.cold) - 0.5) < 0.05
+    assert abs(auc(measured.other_tenants, measured.cold) - 0.5) < 0.05 * max(1.0, (1000 / PAIRS) ** 0.5)
     assert auc(measured.fresh, measured.same_tenant) > 0.9
 
 

@@ -315,3 +315,28 @@ def test_a_changed_document_is_not_believed(data: st.DataObject) -> None:
     except SealError:
         return
     assert found == sealed  # a change that says the same
+
+
+def test_a_header_that_was_let_in_costs_no_digest_the_next_time_and_still_expires(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record, text = a_key(expires=NOW + 10)
+    ring = ring_of(record)
+    assert ring.identify(bearer(text), NOW) == record
+
+    monkeypatch.setattr(hmac, "digest", None)
+
+    assert ring.identify(bearer(text), NOW + 9.9) == record
+    assert ring.identify(bearer(text), NOW + 10) is None
+
+
+def test_what_a_ring_remembers_of_headers_is_bounded_and_holds_no_text_of_a_key() -> None:
+    record, text = a_key()
+    ring = ring_of(record)
+
+    for spaces in range(1, 40):
+        assert ring.identify(b"Bearer" + b" " * spaces + text.encode(), NOW) == record
+        assert ring.identify(b"Bearer" + b" " * spaces + text[:-1].encode(), NOW) is None
+
+    assert len(ring._let_in) == 39
+    assert not any(text[-20:].encode() in kept for kept in ring._let_in)

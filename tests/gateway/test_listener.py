@@ -321,7 +321,7 @@ async def test_the_ninth_request_that_waits_for_another_is_too_many() -> None:
 
 
 async def test_a_long_body_behind_a_running_request_waits_in_the_socket() -> None:
-    body = bytes(32 << 20)
+    body = bytes(16 << 20)
     post = b"POST /ok HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     async with listening() as server, server.connected() as (_, writer):
         writer.write(GET.replace(b"/ok", b"/slow") + post + body)

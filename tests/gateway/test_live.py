@@ -20,7 +20,7 @@ from gateway.api_error import ApiError
 from tests.gateway.stub import Running, gateway, says, stub
 from tests.serving import eventually
 
-IDLE = RequestRates(0, None, 0.0, 0.0)
+IDLE = RequestRates(0, 0, 0.0, 0.0)
 
 
 def a_replica(replica_id: str, inflight: int = 0) -> ReplicaBody:
@@ -74,7 +74,7 @@ class Client:
         return not self.messages[-1].get("more_body", True)
 
     async def over(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await asyncio.gather(self._task, return_exceptions=True)
 
 
@@ -243,7 +243,7 @@ async def test_a_dashboard_sees_requests_and_drains_as_they_happen(tmp_path: Pat
         replica_id = f"127-0-0-1-{replica.port}"
         first = await next_event()
         await running.admin.post(f"/admin/v1/replicas/{replica_id}/drain", json={})
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not (event := await next_event())["replicas"]:
                 pass
 
@@ -251,12 +251,12 @@ async def test_a_dashboard_sees_requests_and_drains_as_they_happen(tmp_path: Pat
         assert event["replicas"][0]["drain"]["done"]
 
         running.gateway.live.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await next_event() is not None:
                 pass
 
 
-async def test_a_client_that_leaves_is_forgotten(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_is_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with stub(says("hi")) as replica, gateway(tmp_path, replica) as running:
         async with watching(running) as next_event:
             await next_event()
@@ -267,3 +267,19 @@ async def test_a_client_that_leaves_is_forgotten(tmp_path: Path) -> None:
         with pytest.raises(httpx.ReadTimeout):
             await running.admin.get("/admin/v1/events", timeout=0.3)
         await eventually(lambda: len(running.gateway.live) == 0)
+    assert "failed" not in caplog.text, "leaving is no fault"
+
+
+async def test_a_look_that_fails_is_not_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet()
+    client = Client(fleet.live)
+    await eventually(lambda: bool(client.events))
+    rates, fleet.rates = fleet.rates, None  # type: ignore[assignment]
+    await eventually(lambda: "telling the live state failed" in caplog.text)
+
+    fleet.rates = rates
+    fleet.replicas["a"] = a_replica("a", inflight=7)
+    await eventually(lambda: client.events[-1][1]["replicas"][0]["inflight"] == 7)
+
+    client.leave.set()
+    await client.over()

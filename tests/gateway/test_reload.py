@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ class Served:
         return (await self.admin.get("/admin/v1/config")).json()
 
     async def healthy(self, *ids: str) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 found = (await self.admin.get("/admin/v1/replicas")).json()["replicas"]
                 if sorted(replica["id"] for replica in found if replica["healthy"]) == sorted(ids):
@@ -281,6 +282,37 @@ async def test_good_settings_take_effect_at_once_and_what_is_known_stays(tmp_pat
         assert {(await running.chat()).json()["choices"][0]["message"]["content"] for _ in range(3)} == {"two"}
 
 
+async def test_keys_of_the_settings_come_and_go(tmp_path: Path) -> None:
+    old, new = (f"wp-{name}-{name * 10}" for name in ("oldkey", "newkey"))
+    async with (
+        stub(says("hi")) as replica,
+        served(tmp_path, replicas=[at(replica, "r")], keys={"static": [{"name": "a", "key": old}]}) as running,
+    ):
+        await running.healthy("r")
+
+        async def let_in(key: str) -> bool:
+            answer = await running.client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            return answer.status_code == 200
+
+        assert (await let_in(old), await let_in(new)) == (True, False)
+        running.write(
+            replicas=[at(replica, "r")], keys={"static": [{"name": "a", "key": old}, {"name": "b", "key": new}]}
+        )
+        assert (await running.reload()).json() == {"changed": ["keys.static"], "needs_restart": []}
+        assert (await let_in(old), await let_in(new)) == (True, True)
+
+        running.write(replicas=[at(replica, "r")], keys={"static": [{"name": "b", "key": new}] * 2})
+        refused = await running.reload()
+        assert refused.status_code == 400
+        assert "keys.static: the key 'b': there is another one" in refused.json()["error"]["message"]
+        assert new not in refused.text
+        assert (await let_in(old), await let_in(new)) == (True, True)
+
+        running.write(replicas=[at(replica, "r")], keys={"static": [{"name": "b", "key": new}]})
+        assert (await running.reload()).json()["changed"] == ["keys.static"]
+        assert (await let_in(old), await let_in(new)) == (False, True)
+
+
 async def test_requests_that_run_are_not_touched(tmp_path: Path) -> None:
     async with (
         stub(hangs) as replica,
@@ -362,6 +394,55 @@ async def test_a_file_that_is_written_in_place_is_read_when_it_is_whole(
     running.cancel()
 
     assert values[0] == {"a": "two"}
+
+
+async def test_what_is_no_file_any_more_changes_nothing(tmp_path: Path) -> None:
+    """A pipe would hold up this reload and all after it; /dev/null says that there are no replicas."""
+    async with served(tmp_path, aliases={"a": "m"}) as running:
+        running.file.unlink()
+        makers: list[Callable[[], None]] = [
+            lambda: None,
+            running.file.mkdir,
+            lambda: os.mkfifo(running.file),
+            lambda: running.file.symlink_to("/dev/null"),
+            lambda: running.file.symlink_to(running.file),
+        ]
+        for make in makers:
+            make()
+            assert (await running.reload()).status_code == 400
+            assert (await running.config())["aliases"] == {"a": "m"}
+            if running.file.is_dir():
+                running.file.rmdir()
+            else:
+                running.file.unlink(missing_ok=True)
+        running.write(aliases={"b": "m"})
+        assert (await running.reload()).json()["changed"] == ["aliases"]
+
+
+async def test_fifty_changes_while_all_ask_for_a_reload_end_with_the_last_one(tmp_path: Path) -> None:
+    async with stub(says("hi")) as replica, served(tmp_path, replicas=[at(replica, "r")]) as running:
+        await running.healthy("r")
+
+        async def change() -> None:
+            for number in range(50):
+                if number % 3 == 0:
+                    running.file.unlink()
+                elif number % 3 == 1:
+                    running.file.write_text("{")
+                else:
+                    running.write(replicas=[at(replica, "r")], aliases={f"a{number}": MODEL})
+                running.gateway.reloader.ask()  # as SIGHUP does
+                await asyncio.sleep(0)
+
+        changing = asyncio.create_task(change())
+        answers = [await running.reload() for _ in range(20)]
+        await changing
+        running.write(replicas=[at(replica, "r")], aliases={"last": MODEL})
+        await running.reload()
+
+        assert {answer.status_code for answer in answers} <= {200, 400}
+        assert (await running.config())["aliases"] == {"last": MODEL}
+        assert (await running.chat("last")).status_code == 200
 
 
 async def test_settings_from_elsewhere_can_be_wrong_too(tmp_path: Path) -> None:

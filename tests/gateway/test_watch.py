@@ -50,7 +50,7 @@ class Watched:
         return next(view for view in self.router.replicas() if view.id == "r")
 
     async def until(self, condition: Callable[[ReplicaView], bool]) -> None:
-        await eventually(lambda: condition(self.view), within_s=10)
+        await eventually(lambda: condition(self.view), within_s=30)
 
 
 @pytest.fixture
@@ -149,6 +149,19 @@ async def test_a_foreign_replica_without_the_model_it_was_registered_with_gets_n
 
         replica.models = ["m"]
 
+        await watched.until(lambda view: view.healthy and not view.mismatch)
+
+
+async def test_a_foreign_replica_that_changes_its_model_in_place_gets_nothing(watched: Watched) -> None:
+    async with stub(says("hi")) as replica:
+        replica.health = [200]
+        watched.watch(ReplicaSpec(url=replica.url, model="", kind="openai"))
+        await watched.until(lambda view: view.healthy)
+
+        replica.models = ["another"]
+
+        await watched.until(lambda view: not view.healthy and "does not list" in view.mismatch)
+        replica.models = ["another", MODEL]
         await watched.until(lambda view: view.healthy and not view.mismatch)
 
 

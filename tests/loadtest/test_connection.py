@@ -41,7 +41,7 @@ async def connected(handler: Handler) -> AsyncIterator[Connections]:
     finally:
         connections.close()
         server.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await asyncio.gather(*handling)
 
 
@@ -61,7 +61,7 @@ def saying(*parts: bytes, close: bool = False) -> Handler:
 
 
 async def ask(*parts: bytes, close: bool = False) -> Exchange:
-    async with connected(saying(*parts, close=close)) as connections, asyncio.timeout(5):
+    async with connected(saying(*parts, close=close)) as connections, asyncio.timeout(30):
         return await connections.ask(ASK)
 
 
@@ -137,5 +137,5 @@ async def test_one_who_stops_waiting_leaves_no_connection_behind() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await connections.ask(ASK)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await closed.wait()

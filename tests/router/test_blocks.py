@@ -83,17 +83,17 @@ def test_a_longer_text_starts_with_the_names_of_the_shorter(seed: bytes, size: i
 
 
 @given(st.integers(0, 1_000_000))
-def test_chunks_fill_a_text_but_for_a_sixteenth(size: int) -> None:
+def test_chunks_fill_a_text_but_for_an_eighth(size: int) -> None:
     names = chunk_names(bytes(size), ROOT)
 
     covered = sum(map(chunk_size, names)) * CHUNK_BYTES
     assert covered == (CHUNK_ENDS[len(names) - 1] if names else 0)
     assert 0 <= size - covered < max(CHUNK_BYTES, covered * CHUNK_SHARE + 1)
-    assert len(chunk_names(bytes(8192), ROOT)) == 8192 // CHUNK_BYTES
+    assert len(chunk_names(bytes(4096), ROOT)) == 4096 // CHUNK_BYTES
 
 
 @pytest.mark.parametrize(
-    ("size", "chunks"), [(0, 0), (256, 0), (257, 1), (8192, 31), (8193, 32), (8704, 32), (8705, 33)]
+    ("size", "chunks"), [(0, 0), (256, 0), (257, 1), (4096, 15), (4097, 16), (4608, 16), (4609, 17)]
 )
 def test_the_chunk_with_the_last_byte_cannot_be_served_from_a_cache(size: int, chunks: int) -> None:
     assert matchable_chunks(size) == chunks

@@ -104,15 +104,6 @@ def test_what_gateways_choose_first_follows_who_comes_and_goes() -> None:
     assert away_s == {"r1": 0.01, "r2": 0.0}
 
 
-def test_a_talk_goes_back_to_its_cache_whichever_gateway_chooses_that_replica_first() -> None:
-    router = own_fleet(2)
-    asked = query(tokens(1, 800))
-    home = serve(router, asked)
-    router.configure(RoutingSettings(gateways=2, gateway=2 if home == "r0" else 1))
-
-    assert decide(router, query(tokens(1, 800) + tokens(2, 50))).replica_id == home
-
-
 @pytest.mark.parametrize(("gateway", "gateways"), [(2, 1), (0, 2)])
 def test_a_gateway_is_one_of_those_that_there_are(gateway: int, gateways: int) -> None:
     with pytest.raises(ValueError, match="gateway is"):

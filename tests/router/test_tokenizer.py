@@ -49,7 +49,7 @@ def encode(tokenizer: HFTokenizer, text: str, *, add_special_tokens: bool) -> li
 @pytest.mark.parametrize("build", CUTTABLE + WHOLE_ONLY)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
 @pytest.mark.parametrize("cache_bytes", [0, 2000, 1 << 20])
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(text=TEXTS, add_special_tokens=st.booleans())
 def test_ids_equal_those_of_the_whole_text_cold_and_warm(
     build: Callable[[], str], cache_bytes: int, native: bool, text: str, add_special_tokens: bool

@@ -21,10 +21,13 @@ WARMPATH = str(Path(sys.executable).with_name("warmpath"))
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now; below the kernel's own range, so that no connection takes one meanwhile."""
+    """Ports that nobody has now; below the kernel's own range, so that no connection takes one meanwhile.
+
+    Test processes that run side by side look in different hundreds, since a port is only taken when its server has started.
+    """
     found: list[int] = []
     with contextlib.ExitStack() as held:
-        for port in range(20000 + os.getpid() % 1000 * 10, 32000):
+        for port in range(20000 + os.getpid() % 100 * 100, 32000):
             probe = held.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 probe.bind(("127.0.0.1", port))
@@ -51,7 +54,8 @@ class Up:
     api_key: str
     admin_url: str
     admin_key: str
-    started_in_s: float
+    start_cpu_s: float
+    """CPU time that it took, of all its processes."""
 
     @property
     def client(self) -> openai.OpenAI:
@@ -73,7 +77,6 @@ class Up:
 
 def start_up(folder: Path, *args: str) -> Up:
     """Start `warmpath up` in `folder` and wait for its ready line."""
-    started = time.monotonic()
     port, admin_port = map(str, free_ports(2))
     ports = ("--port", port, "--admin-port", admin_port)
     process = subprocess.Popen(
@@ -86,14 +89,17 @@ def start_up(folder: Path, *args: str) -> Up:
         process.kill()
         _, stderr = process.communicate()
         raise AssertionError(f"not ready: {line!r} {stderr}")
-    return Up(process, folder, **ready, started_in_s=time.monotonic() - started)
+    return Up(process, folder, **ready, start_cpu_s=cpu_s(process.pid))
 
 
 def interrupt(up: Up) -> float:
     """Ctrl-C; how long the end took, in seconds."""
     began = time.monotonic()
     up.process.send_signal(signal.SIGINT)
-    up.process.communicate(timeout=15)
+    try:
+        up.process.communicate(timeout=30)
+    finally:
+        up.process.kill()
     return time.monotonic() - began
 
 
@@ -110,6 +116,16 @@ def running_up(folder: Path, *args: str) -> Iterator[Up]:
 def processes_of(up: Up) -> set[int]:
     """Ids of the processes that `up` started, their children included."""
     return descendants(up.process.pid)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process and of all that it has started, in seconds."""
+    ticks = 0
+    for each in {pid, *descendants(pid)}:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # its own, and that of children that have ended
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def descendants(pid: int) -> set[int]:

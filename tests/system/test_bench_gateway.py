@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -15,15 +16,16 @@ from tests.system.processes import free_ports
 pytestmark = pytest.mark.system
 
 
-def test_every_row_is_measured_for_ours_and_for_a_peer(tmp_path: Path) -> None:
+def test_every_row_is_measured_for_ours_and_for_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [msgspec.structs.replace(row, concurrency=min(row.concurrency, 4), requests=4) for row in ROWS]
+    monkeypatch.setattr("loadtest.hotpath.ROWS", small)
+    monkeypatch.setattr("loadtest.hotpath.REPLICAS", 1)
     out = tmp_path / "gateway.json"
     ours = f"{sys.executable} -m gateway serve --open --port {{port}} --admin-port {{spare_port}}"
     peer = f"other={ours} --state-dir {tmp_path / 'state'} --replicas={{workers}}"
 
     port = str(free_ports(40)[0])
-    done = CliRunner().invoke(
-        gateway, ["--rounds", "1", "--scale", "0.01", "--port", port, "--bare", "--peer", peer, "--out", str(out)]
-    )
+    done = CliRunner().invoke(gateway, ["--rounds", "1", "--port", port, "--bare", "--peer", peer, "--out", str(out)])
 
     assert done.exit_code == 0, done.output
     cells = json.loads(out.read_text())["cells"]

@@ -29,16 +29,16 @@ def test_every_chunk_of_many_open_streams_arrives_once_and_in_order(tmp_path: Pa
     assert result["cpu_us_per_chunk"] > 0
 
 
-def test_nothing_is_left_of_two_thousand_requests_a_fifth_of_them_aborted(tmp_path: Path) -> None:
+def test_nothing_is_left_of_many_requests_a_fifth_of_them_aborted(tmp_path: Path) -> None:
     """Too few to say whether memory is flat: tables and the index still fill."""
     out = tmp_path / "soak.json"
     port = str(free_ports(20)[0])
 
-    done = CliRunner().invoke(soak, ["--requests", "2000", "--port", port, "--out", str(out)])
+    done = CliRunner().invoke(soak, ["--requests", "800", "--port", port, "--out", str(out)])
 
     result = json.loads(out.read_text())
     assert result["verdict"]["left"] == {}, done.output
-    assert result["aborted"] > 200
+    assert result["aborted"] > 80
     assert result["retries"] > 0
     assert set(result["endings"]) <= {"200", "400", "401", "404", "422", "500", "502", "broken"}
-    assert result["endings"]["200"] > 1000
+    assert result["endings"]["200"] > 400

@@ -17,7 +17,7 @@ from tests.system.processes import free_ports
 
 pytestmark = pytest.mark.system
 
-SECONDS = int(os.environ.get("WARMPATH_TESTS_LOCUST_S", "6"))
+SECONDS = int(os.environ.get("WARMPATH_TESTS_LOCUST_S", "4"))
 """The real thing takes 60."""
 
 LOCUST = str(Path(sys.executable).with_name("locust"))
@@ -58,8 +58,8 @@ def test_a_headless_run_has_no_failures_and_rows_of_its_own(tmp_path: Path, url:
     for name in ("shared prefix", "growing chat", "free chat"):
         first, between, whole = (stats[kind, name] for kind in ("TTFT", "ITL", "POST"))
         assert int(first["Request Count"]) == int(between["Request Count"]) == int(whole["Request Count"]) > 0
-        assert 0 < float(between["Average Response Time"]) < float(first["Average Response Time"])
-        assert float(first["Average Response Time"]) < float(whole["Average Response Time"])
+        assert float(between["Average Response Time"]) > 0
+        assert 0 < float(first["Average Response Time"]) < float(whole["Average Response Time"])
         assert float(whole["Average Content Size"]) > 1, "tokens of the answers"
     assert stats["", "Aggregated"]["Failure Count"] == "0"
 
@@ -67,7 +67,7 @@ def test_a_headless_run_has_no_failures_and_rows_of_its_own(tmp_path: Path, url:
 def test_a_ramp_sets_the_number_of_users(tmp_path: Path, url: str) -> None:
     files = f"{FOLDER / 'locustfile.py'},{FOLDER / 'ramps.py'}"
 
-    run = locust(tmp_path, "-f", files, "--host", url, "--ramp", "1:2,3:2", "FreeChat")
+    run = locust(tmp_path, "-f", files, "--host", url, "--ramp", "1:3,3:3", "FreeChat")
 
     assert run.returncode == 0, run.stderr
     seen = {int(row["User Count"]) for row in rows(tmp_path / "run_stats_history.csv")}

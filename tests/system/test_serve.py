@@ -33,7 +33,7 @@ def process(*args: str, folder: Path, **env: str) -> Iterator[subprocess.Popen[s
         yield running
     finally:
         running.send_signal(signal.SIGTERM)
-        running.communicate(timeout=15)
+        running.communicate(timeout=30)
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def serve(folder: Path, *args: str, **env: str) -> Iterator[tuple[str, str]]:
     port, admin_port = free_ports(2)
     with process(WARMPATH, "serve", "--port", str(port), "--admin-port", str(admin_port), *args, folder=folder, **env):
         urls = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}"
-        wait_until(lambda: _answers(f"{urls[1]}/health"), 15, "the gateway starts")
+        wait_until(lambda: _answers(f"{urls[1]}/health"), 60, "the gateway starts")
         yield urls
 
 
@@ -71,7 +71,7 @@ def test_an_open_gateway_fronts_servers_it_did_not_start(tmp_path: Path) -> None
         serve(tmp_path, "--open", "--replicas", f"{one},{two}/v1") as (url, admin_url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="anything", max_retries=0) as client,
     ):
-        wait_until(lambda: _answers(f"{admin_url}/ready"), 10, "a replica is found healthy")
+        wait_until(lambda: _answers(f"{admin_url}/ready"), 60, "a replica is found healthy")
         model = next(iter(client.models.list())).id
 
         stories = [f"Story {number}: " + "a long tale of the sea. " * 100 for number in range(2)]
@@ -95,7 +95,7 @@ def test_a_second_ctrl_c_waits_for_no_answer(tmp_path: Path) -> None:
         worker(tmp_path) as replica,
         process(WARMPATH, "serve", "--open", "--replicas", replica, *ports, folder=tmp_path) as gateway,
     ):
-        wait_until(lambda: _answers(f"http://127.0.0.1:{admin_port}/ready"), 15, "the gateway is ready")
+        wait_until(lambda: _answers(f"http://127.0.0.1:{admin_port}/ready"), 60, "the gateway is ready")
         body = {"model": "simulated", "prompt": "long", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
             pieces = answer.iter_raw()  # kept: when it goes, the connection does
@@ -123,9 +123,9 @@ def test_the_first_start_makes_keys_and_shows_them_once(tmp_path: Path) -> None:
         with process(
             WARMPATH, "serve", "--port", ports[0], "--admin-port", ports[1], folder=tmp_path, PYTHONUNBUFFERED="1"
         ) as running:
-            wait_until(lambda: _answers(f"http://127.0.0.1:{ports[1]}/health"), 15, "the gateway starts")
+            wait_until(lambda: _answers(f"http://127.0.0.1:{ports[1]}/health"), 60, "the gateway starts")
             running.send_signal(signal.SIGTERM)
-            out, _ = running.communicate(timeout=15)
+            out, _ = running.communicate(timeout=30)
         shown.append(re.findall(r"wp[aj]?-\S+", out))
         stored = (tmp_path / ".warmpath" / "keys.json").read_text()
         assert not [key for key in shown[0] if key in stored], "only digests are kept"
@@ -202,7 +202,7 @@ def test_a_signal_has_the_settings_read_again_and_a_dashboard_does_not_hold_up_t
             base_url=f"http://127.0.0.1:{admin_port}", headers={"authorization": f"Bearer {key}"}, trust_env=False
         ) as admin,
     ):
-        wait_until(lambda: _answers(f"http://127.0.0.1:{admin_port}/health"), 15, "the gateway starts")
+        wait_until(lambda: _answers(f"http://127.0.0.1:{admin_port}/health"), 60, "the gateway starts")
 
         config.write_text("aliases: {a: two}")
         running.send_signal(signal.SIGHUP)

@@ -27,11 +27,11 @@ def test_gateway_and_worker_processes_tell_one_trace(tmp_path: Path) -> None:
             worker(tmp_path, **variables) as replica,
             serve(tmp_path, "--open", "--replicas", replica, **variables, WARMPATH_LOG__ACCESS="access.log") as urls,
         ):
-            wait_until(lambda: httpx.get(f"{urls[1]}/ready").is_success, 10, "a replica is found healthy")
+            wait_until(lambda: httpx.get(f"{urls[1]}/ready").is_success, 60, "a replica is found healthy")
             body = {"model": "simulated", "prompt": "Tell me a story.", "max_tokens": 3}
             answer = httpx.post(f"{urls[0]}/v1/completions", json=body, headers={"traceparent": CALLER}, timeout=20)
             assert answer.status_code == 200, answer.text
-            wait_until(lambda: len(collector.spans) == 5, 10, "all spans are here, while both still run")
+            wait_until(lambda: len(collector.spans) == 5, 60, "all spans are here, while both still run")
 
     names = {span.name for span in collector.spans}
     assert names == {"POST /v1/completions", "text_completion simulated", "queue", "prefill", "decode"}

@@ -71,7 +71,7 @@ class Paged:
 # 7e-7 in fp32. The 2e-5 that were seen now and then in the first computation of a process are told in workers.vector_math.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("heights", [FAST, SAFE])
-@pytest.mark.parametrize("window", [None, 1, 2, 100, 255, 256, 257, 300, 512, 513, 600, 1000])
+@pytest.mark.parametrize("window", [None, 1, 100, 255, 256, 257, 513, 1000])
 def test_result_is_that_of_the_definition(
     dtype: torch.dtype, tolerance: float, heights: Heights, window: int | None
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
@@ -34,6 +35,9 @@ GREEDY: Final[dict[str, list[int]]] = json.loads((Path(__file__).parent / "defau
 """Question → the 128 ids that fp32 finds likeliest one after the other, ends of a turn included. Questions are those whose
 second likeliest id is nowhere so near that another CPU's rounding could prefer it."""
 
+QUESTIONS: Final = int(os.environ.get("WARMPATH_TESTS_QUESTIONS", "2"))
+"""How many of the six are asked."""
+
 DATE: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -57,7 +61,7 @@ def test_logits_and_128_greedy_tokens_in_fp32_are_those_of_transformers(weights:
     model = hf_twin(weights, "llama")
     step = Steps(weights)
 
-    for question, answer in GREEDY.items():
+    for question, answer in list(GREEDY.items())[:QUESTIONS]:
         prompt = chat(question)
         ids = [*prompt, *answer[:-1]]
         found = step(scheduled(ids, 0, list(range(16))))

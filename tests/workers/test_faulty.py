@@ -49,7 +49,7 @@ async def faulty(*faults: str, speedup: float = 200.0) -> AsyncIterator[Faulty]:
     runner = simulated_runner(speedup=speedup)
     parsed = [parse_fault(text) for text in faults]
     headers = {"authorization": f"Bearer {CREDENTIAL}"}
-    async with httpx.AsyncClient(headers=headers, timeout=5, trust_env=False) as http:
+    async with httpx.AsyncClient(headers=headers, timeout=30, trust_env=False) as http:
         replica = Faulty(http, runner)
         async with running(
             InProcessEngineClient(engine_over(runner)),
@@ -135,7 +135,7 @@ async def test_a_stream_breaks_after_so_many_pieces_and_the_engine_is_free_again
         assert how == ending
         assert said.count("data: ") == 2
         assert "[DONE]" not in said
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while await replica.running():  # noqa: ASYNC110 - the replica tells it only when asked
                 await asyncio.sleep(0.01)
 

@@ -31,7 +31,7 @@ def publisher(*, healthy: bool = True) -> Publisher:
 
 
 async def read(listener: Listener) -> list[Frame]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         data = await listener.read()
     assert data is not None
     return list(FrameDecoder().feed(data))

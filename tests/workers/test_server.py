@@ -60,7 +60,7 @@ async def replica(
                 credential="secret",
                 on_loopback=on_loopback,
             )
-            async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
+            async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
                 yield http, app
                 app.close_streams()
     finally:

@@ -17,8 +17,9 @@ import pytest
 import redis
 
 from gateway.limits.leases import LeasingLimiter
-from gateway.limits.ledger import Ledger, Limit, Measure, Refused
+from gateway.limits.ledger import Change, Granted, Ledger, Limit, Measure, Refused
 from gateway.limits.limiter import LocalLimiter
+from gateway.limits.link import LedgerUnavailable, Post
 from gateway.limits.redis_ledger import RedisLedger, counter_key
 from gateway.limits.reservation import Reservation
 from gateway.limits.rules import Amounts
@@ -59,7 +60,7 @@ class Watched:
         return verdict if verdict is not None else await self.limiter.reserve(LIMITS, ONE)
 
     async def until(self, is_local: bool) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while self.limiter.is_local is not is_local:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -101,10 +102,6 @@ class Fault:
     kind: str
 
 
-def put_a_string(server: RedisServer) -> None:
-    server.call("SET", counter_key(REQUESTS.counter), "x")
-
-
 FAULTS = {
     "silent": Fault(RedisServer.pause, RedisServer.resume, "timeout"),
     "killed": Fault(RedisServer.kill, RedisServer.start, "connection"),
@@ -113,7 +110,6 @@ FAULTS = {
         lambda server: server.call("REPLICAOF", "NO", "ONE"),
         "readonly",
     ),
-    "wrong type": Fault(put_a_string, lambda server: server.call("DEL", counter_key(REQUESTS.counter)), "wrongtype"),
     "full": Fault(
         lambda server: server.call("CONFIG", "SET", "maxmemory", 1),
         lambda server: server.call("CONFIG", "SET", "maxmemory", 0),
@@ -159,6 +155,85 @@ async def held(found: Watched) -> int:
     return PARALLEL.most - verdict.left
 
 
+ODD = {
+    "a string": ("SET", "x"),
+    "a list": ("RPUSH", "x"),
+    "words for numbers": ("HSET", "u", "many", "o", "1", "n", "1"),
+    "a bucket of words": ("HSET", "u", "1", "o", "99999999999", "n", "99999999999", "99999999999", "x"),
+    "half of it": ("HSET", "u", "5"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+async def test_what_is_no_counter_is_replaced_and_disturbs_no_other(server: RedisServer, name: str) -> None:
+    command, *rest = ODD[name]
+    key = counter_key(REQUESTS.counter)
+    server.call("FLUSHALL")
+    async with watched(server) as found:
+        other = await found.link.acquire("other", [PARALLEL], [7], [0])
+        assert isinstance(other, Granted)
+        server.call(command, key, *rest)
+
+        verdict = await found.take()
+
+        assert isinstance(verdict, Reservation)
+        assert not verdict.is_local
+        assert found.errors == []
+        assert verdict.left == [39, 32]
+        assert server.call("TYPE", key) == b"hash"
+
+
+async def test_an_answer_that_came_while_the_loop_was_held_up_is_no_outage(server: RedisServer) -> None:
+    link = RedisLedger(server.url, deadline_s=0.4)
+    server.call("FLUSHALL")
+    await link.acquire("a", [REQUESTS], [1], [0])
+    asking = asyncio.create_task(link.acquire("a", [REQUESTS], [1], [0]))
+    await asyncio.sleep(0)
+
+    time.sleep(0.5)  # noqa: ASYNC251 - what is tested
+
+    assert isinstance(await asking, Granted)
+    await link.aclose()
+
+
+async def test_a_loop_that_is_slow_all_the_time_finds_its_answers(server: RedisServer) -> None:
+    link = RedisLedger(server.url, deadline_s=0.02)
+    server.call("FLUSHALL")
+
+    async def work() -> None:
+        while True:
+            time.sleep(0.015)  # noqa: ASYNC251 - what is tested
+            await asyncio.sleep(0)
+
+    working = asyncio.create_task(work())
+    try:
+        assert isinstance(await link.acquire("a", [REQUESTS], [1], [0]), Granted)
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        await link.aclose()
+
+
+class _FailsAtTheSecond(RedisLedger):
+    sent = 0
+
+    async def _run(self, keys: list[str], arguments: list[str | int | float]) -> object:
+        self.sent += 1
+        if self.sent == 2:
+            raise LedgerUnavailable("readonly", was_sent=False)
+        return [1]
+
+
+async def test_a_message_of_which_a_part_was_done_is_not_sent_again() -> None:
+    link = _FailsAtTheSecond("redis://127.0.0.1:1")
+    changes = [Change(f"key:{number}:tokens", Measure.TOKENS, 0, -1, 1) for number in range(300)]
+
+    with pytest.raises(LedgerUnavailable) as told:
+        await link.post(Post("a", changes, [], []), surely=False)
+
+    assert told.value.was_sent
+
+
 async def test_a_redis_that_forgot_its_scripts_is_told_again(server: RedisServer) -> None:
     async with watched(server) as found:
         await found.take()
@@ -202,7 +277,7 @@ async def test_a_client_of_a_gateway_whose_redis_is_lost_sees_a_header_and_nothi
         assert 'warmpath_limiter_mode{mode="local"} 1.0' in metrics
         assert 'warmpath_limiter_errors_total{kind="connection"}' in metrics
         await asyncio.to_thread(fresh.start)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while "x-warmpath-limits" in (await running.chat()).headers:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -249,3 +324,26 @@ def test_four_processes_admit_a_limit_exactly_or_nearly_and_never_more(fresh: Re
     assert small == 60
     assert 0.95 * 2000 <= large <= 2000
     assert 95 <= tokens <= 100
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b":abc\r\n", b"+OK\r\n", b"*1\r\n:1\r\n", b"*-5\r\n", b"$-1\r\n", b"*5\r\n:0\r\n:9\r\n:1\r\n:1\r\n:1\r\n"],
+)
+async def test_what_is_no_redis_is_a_ledger_that_is_away(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError), contextlib.closing(writer):
+            while await reader.read(4096):
+                writer.write(answer)
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        found = Watched(f"redis://127.0.0.1:{port}", processes=1)
+
+        verdict = await found.take()
+
+        assert isinstance(verdict, Reservation)
+        assert verdict.is_local
+        assert found.errors == ["other"]
+        verdict.end_failed()
+        await found.limiter.aclose()

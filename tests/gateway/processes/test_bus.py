@@ -47,7 +47,7 @@ async def joined(*ears: Ear) -> AsyncIterator[None]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 

@@ -33,7 +33,7 @@ async def pair(
     finally:
         asking.close()
         asked.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await asyncio.gather(*tasks)
 
 
@@ -120,7 +120,7 @@ async def test_nonsense_closes_the_channel(data: bytes) -> None:
     channel = await Channel.over(theirs)
     with ours:
         ours.sendall(data)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await channel.run()
 
     assert channel.is_closed
@@ -134,7 +134,7 @@ async def test_a_peer_that_takes_nothing_is_given_up() -> None:
             channel.post("much", bytes(4 << 20))
 
         assert channel.is_closed
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await channel.run()
 
 

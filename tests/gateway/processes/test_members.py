@@ -115,3 +115,27 @@ def test_the_list_is_what_the_registry_and_operators_have_made() -> None:
     assert (found["static"].draining, found["static"].watched) == (True, True)
     assert (found["leased"].weight, found["leased"].watched) == (3.0, False)
     assert found["leased"].spec.credential == "secret"
+
+
+def test_a_model_may_change_from_one_kind_of_replicas_to_another() -> None:
+    members, router, watching = membership()
+    foreign = msgspec.structs.replace(SPEC, kind="openai")
+
+    members.take_over([member("r1", spec=foreign), member("r2", spec=foreign)])
+    members.take_over([member("r1"), member("r2")])
+
+    assert {router.spec(replica_id).kind for replica_id in ("r1", "r2")} == {"warmpath"}
+    assert watching.watched == {"r1": SPEC, "r2": SPEC}
+
+
+def test_a_model_that_was_learned_loses_nothing() -> None:
+    members, router, _ = membership()
+    nameless = msgspec.structs.replace(SPEC, kind="openai", model="")
+    named = msgspec.structs.replace(nameless, model="m")
+
+    members.take_over([member(spec=nameless)])
+    router.add("r1", named, 0.0)  # as its watcher has found out
+    router.set_health("r1", True, 0.0)
+    members.take_over([member(spec=named)])
+
+    assert [view.healthy for view in router.replicas()] == [True]
