@@ -212,6 +212,18 @@ class RoutingGroup(_Group):
     """How much more computing again weighs for each second that even the least busy replica would let a prompt wait."""
     saturated_s: Annotated[float, Field(ge=0, le=3600)] = _ROUTING.saturated_s
     """Of sticky_until_saturated: how much sooner another replica must answer."""
+    gateways: Annotated[int, Field(ge=1, le=1000)] = _ROUTING.gateways
+    """How many gateways send to the same replicas; its own processes are one."""
+    gateway: Annotated[int, Field(ge=1, le=1000)] = _ROUTING.gateway
+    """Which of them this one is, from 1. Each has a part of the replicas to choose first."""
+    away_s: Annotated[float, Field(ge=0, le=60)] = _ROUTING.away_s
+    """How much sooner a prompt must begin at a replica that another gateway chooses first."""
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> RoutingGroup:
+        if self.gateway > self.gateways:
+            raise ValueError(f"gateway is {self.gateway}, but there are {self.gateways} gateways")
+        return self
 
     @property
     def router_settings(self) -> RoutingSettings:

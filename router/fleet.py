@@ -182,6 +182,8 @@ class Replica:
         self.draining = False
         self.healthy = False
         self.mismatch = ""
+        self.away_s = 0.0
+        """What its being another gateway's first choice counts against it."""
         self.busy_until = 0.0
         self.stale_at = float("inf")
         """When the picture left by a lost stream is dropped."""

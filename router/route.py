@@ -1,12 +1,13 @@
 """`Router`: the one mutable thing that the gateway talks to. It knows replicas, learns from them, and decides.
 
-    cost(replica) = (wait + w · own work) ÷ weight        all in seconds
+    cost(replica) = (wait + away + w · own work) ÷ weight        all in seconds
 
 *Wait* is uncached prompt tokens already promised to the replica ÷ its prefill rate, plus what its running decodes add. *Own
 work* is this prompt's uncached tokens ÷ that rate + a fixed part. With w = 1 this is the predicted time to the first token; w
 rises with the wait that even the least busy replica has, because near saturation every token prefilled twice delays
-everybody. There is no threshold: a hot prefix spreads when waiting for it costs more than computing it again. A replica of
-weight 2 gets a prompt as long as it costs at most twice as much there.
+everybody. *Away* is 0, but with several gateways that hear nothing of each other it is what counts against replicas that
+another one chooses first. There is no threshold: a hot prefix spreads when waiting for it costs more than computing it again. A
+replica of weight 2 gets a prompt as long as it costs at most twice as much there.
 
 What changes what: `route` looks and changes nothing (so it is also what `/explain` asks); `begin`, `answered` and `finish`
 move promises; `apply` and its siblings move knowledge. What has expired is dropped by the next `begin`, frame or health
@@ -117,6 +118,7 @@ class Router:
         if known is not None:
             replica.weight, replica.cordoned = known.weight, known.cordoned
         members.replicas[replica_id] = self._replicas[replica_id] = replica
+        members.share_out()
 
     def misfit(self, spec: ReplicaSpec, without: frozenset[str] = frozenset()) -> str:
         """Why a replica could not be added if those of `without` were gone; '' when it could."""
@@ -137,6 +139,7 @@ class Router:
         members = self._pools[replica.spec.model]
         members.index.leave(replica.holding)
         del members.replicas[replica_id]
+        members.share_out()
         if not members.replicas:
             del self._pools[replica.spec.model]
 
@@ -546,9 +549,10 @@ class Router:
                     num_tokens - matched,
                     wait,
                     own,
-                    (wait + w * own) / replica.weight,
+                    (wait + replica.away_s + w * own) / replica.weight,
                     replica.trust,
                     replica.inflight,
+                    replica.away_s,
                 )
                 for replica, why_not, matched, wait, own in rows
             ]

@@ -36,7 +36,7 @@ from router import (
     root_name,
 )
 from router.fair_queue import Entry, Priority
-from router.wire import FrameDecoder, Hello, ReplicaSpec
+from router.wire import Frame, FrameDecoder, Hello, ReplicaSpec
 from workers.engine import Engine
 from workers.events import EventLog, LoadThrottle
 from workers.protocol import EngineInfo, Sampling, StepReport, Submit
@@ -102,8 +102,17 @@ class VirtualFleet:
         tenant_of: Callable[[Request], str] = lambda request: "",
         priorities: bool = True,
         router: Router | None = None,
+        gateways: int = 1,
+        decide_s: float = 0.0,
+        frame_s: float = 0.0,
     ) -> None:
-        """`priorities`: whether replicas are told them, as own ones are."""
+        """`priorities`: whether replicas are told them, as own ones are. `gateways` take the requests in turn, each one request
+        after the other, `decide_s` for each; what a replica tells is heard `frame_s` later.
+        """
+        self._gateways = gateways
+        self._decide_s = decide_s
+        self._frame_s = frame_s
+        self._frames: dict[int, tuple[str, Frame]] = {}
         self._workload = workload
         self._draw = random.Random(seed)
         self._router = Router(settings) if router is None else router
@@ -130,13 +139,17 @@ class VirtualFleet:
         requests = self._workload.requests
         self._open = sum(until in (None, self._tenant_of(request)) for request in requests)
         self._until = until
+        free_at = [0.0] * self._gateways
         for number, request in enumerate(requests):
-            self._plan(request.at_s, "request", number)
+            gateway = number % self._gateways
+            free_at[gateway] = max(request.at_s, free_at[gateway]) + self._decide_s
+            self._plan(free_at[gateway], "request", number)
         happen = {
             "request": self._on_request,
             "step": self._on_step,
             "load": self._on_load,
             "look": self._on_look,
+            "frame": self._on_frame,
         }
         while self._open:
             now, _, kind, number = heapq.heappop(self._due)
@@ -266,7 +279,7 @@ class VirtualFleet:
     def _publish(self, number: int, report: StepReport, now: float) -> None:
         replica = self._replicas[number]
         for frame in self._decoder.feed(b"".join(replica.log.append(report, now))):
-            self._router.apply(_name(number), frame, now)
+            self._tell(_name(number), frame, now)
         replica.loads.note(report)
         self._on_load(number, now, planned=False)
 
@@ -275,11 +288,23 @@ class VirtualFleet:
         if planned:
             replica.load_planned = False
         if now >= replica.loads.due_at():
-            self._router.apply(_name(number), replica.loads.take(seq=replica.log.seq, now=now, ts=now), now)
-            self._hear(now)
+            self._tell(_name(number), replica.loads.take(seq=replica.log.seq, now=now, ts=now), now)
         if not replica.load_planned:
             replica.load_planned = True
             self._plan(max(replica.loads.due_at(), now + 0.01), "load", number)
+
+    def _tell(self, name: str, frame: Frame, now: float) -> None:
+        if not self._frame_s:
+            self._router.apply(name, frame, now)
+            self._hear(now)
+            return
+        number = next(self._numbers)
+        self._frames[number] = name, frame
+        self._plan(now + self._frame_s, "frame", number)
+
+    def _on_frame(self, number: int, now: float) -> None:
+        self._router.apply(*self._frames.pop(number), now)
+        self._hear(now)
 
     def figures(self, tenant: str | None = None, after_s: float = 0.0) -> Figures:
         """Of a tenant's requests, or of all, that came later than `after_s`; after `run`."""

@@ -1094,6 +1094,7 @@ async def test_explain_shows_every_candidate_and_the_reason(admin: Admin) -> Non
                 "cost_s": 0.6,
                 "trust": "exact",
                 "inflight": 3,
+                "away_s": 0.0,
             }
         ],
     }
