@@ -100,7 +100,7 @@ def several_gateways(count: int, away_s: float) -> InTurn:
 def _spread(workload: Workload, spread_s: float, seed: int) -> Workload:
     draw = random.Random(seed)
     later = [replace(each, at_s=each.at_s + draw.random() * spread_s) for each in workload.requests]
-    return replace(workload, requests=sorted(later, key=lambda each: each.at_s))
+    return replace(workload, requests=tuple(sorted(later, key=lambda each: each.at_s)))
 
 
 @click.command()
