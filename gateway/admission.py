@@ -65,6 +65,13 @@ class Admission:
         """Requests that wait."""
         return len(self._waiting)
 
+    def configure(self, settings: GateSettings) -> None:
+        """Go by these from now on; who waits keeps its place and its deadline."""
+        self._settings = settings
+        for gate in self._gates.values():
+            gate.configure(settings)
+        self.heard()
+
     def try_pass(self, asked: Asked) -> Placed | None:
         """A replica at once, when nobody waits for one and not all are saturated; None: `wait`. Raises `NotAdmitted`."""
         found = self._gate(asked.query.model).try_pass(asked, self._clock(), self._draw())

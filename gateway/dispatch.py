@@ -368,7 +368,7 @@ class Dispatcher:
         held.attempt = record.trace.begin_attempt(placed.decision, spec.kind, spec.url, held.begun_at)
         try:
             trace = record.trace.headers(held.attempt)
-            response = await self._upstream.send(self._upstream_request(job, spec, trace))
+            response = await self._upstream.send(self._upstream_request(job, placed, spec, trace))
         except LocalExhaustion as error:
             raise overloaded() from error  # another replica would need a connection as well
         except UpstreamError as error:
@@ -383,7 +383,9 @@ class Dispatcher:
         finally:
             await response.aclose()
 
-    def _upstream_request(self, job: Job, spec: ReplicaSpec, trace: Sequence[Header]) -> UpstreamRequest:
+    def _upstream_request(
+        self, job: Job, placed: Placed, spec: ReplicaSpec, trace: Sequence[Header]
+    ) -> UpstreamRequest:
         origin, prefix = Origin.parse(spec.url)
         headers: list[Header] = [(b"x-request-id", job.request_id.encode()), *trace]
         if job.request.method == "POST":
@@ -397,7 +399,7 @@ class Dispatcher:
                 salt=job.salt,
                 seed=job.seed,
                 request_id=job.request_id,
-                priority=job.priority,
+                priority=placed.engine_priority(job.priority),
             )
             extra["warmpath"] = msgspec.Raw(field.encode(job.prompt.ids or b""))
         return UpstreamRequest(

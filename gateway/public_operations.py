@@ -91,6 +91,8 @@ class CompletionRequest(Sampling, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    best_of: Any = None
+    """Own workers take 1 at most."""
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):

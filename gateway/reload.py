@@ -19,7 +19,7 @@ __all__ = ["Plan", "plan_reload"]
 _LIVE: Final = frozenset(
     {
         *("replicas", "routing", "prompts", "stream", "limits", "tenants", "models", "aliases"),
-        *("probes", "leases", "registry"),
+        *("probes", "leases", "registry", "admission"),
     }
 )
 _ALSO_LIVE: Final = (("keys", "static"),)

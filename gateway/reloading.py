@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gateway.loading import SettingsError
 from gateway.reload import Plan, plan_reload
-from gateway.settings import Settings, SettingsError
+from gateway.settings import Settings
 
 __all__ = ["Reloader", "SettingsSource"]
 

@@ -78,8 +78,8 @@ class _Flow(Generic[T]):
 class _Band(Generic[T]):
     """One priority. Tags only grow, so a heap that still has an older one is put right when it comes to the top."""
 
-    def __init__(self, credit: int) -> None:
-        self._credit = credit
+    def __init__(self, credit: float) -> None:
+        self.credit = credit
         self.size = 0
         self.work = 0
         self.owed = 0.0
@@ -97,7 +97,7 @@ class _Band(Generic[T]):
             flow = self._flows[entry.tenant] = _Flow(-math.inf, entry.weight)
         flow.weight = entry.weight
         if not flow.entries:
-            flow.tag = max(flow.tag, self._now - self._credit)
+            flow.tag = max(flow.tag, self._now - self.credit, 0.0)
         flow.entries[entry] = None
         flow.work += entry.work
         if not flow.in_heap:
@@ -119,6 +119,10 @@ class _Band(Generic[T]):
         self._now = max(self._now, flow.tag)
         flow.tag += work / flow.weight
         self._gone(flow, entry)
+
+    def owed_to_first(self) -> float:
+        flow = self._first()
+        return (self._now - flow.tag) * flow.weight
 
     def charge(self, tenant: str, work: int) -> None:
         flow = self._flows.get(tenant)
@@ -164,7 +168,7 @@ class _Band(Generic[T]):
         """Tenants that are away and owe nothing. The others must be remembered: else leaving would pay."""
         if len(self._flows) <= _SPARE + 2 * len(self._heap):
             return
-        oldest = self._now - self._credit
+        oldest = self._now - self.credit
         self._flows = {
             tenant: flow for tenant, flow in self._flows.items() if flow.entries or flow.in_heap or flow.tag > oldest
         }
@@ -177,9 +181,10 @@ class _Share:
 
 
 class FairQueue(Generic[T]):
-    def __init__(self, limit: int, credit: int = 0) -> None:
+    def __init__(self, limit: int, credit: float = 0.0) -> None:
         """At most `limit` entries. `credit`: work ÷ weight that a tenant may catch up on after it was away."""
-        self._limit = limit
+        self.limit = limit
+        """May change: who waits already keeps its place."""
         self._bands: dict[Priority, _Band[T]] = {priority: _Band(credit) for priority in Priority}  # the highest first
         self._shares: dict[str, _Share] = {}
         self._deadlines: list[tuple[float, int, Entry[T]]] = []
@@ -194,6 +199,11 @@ class FairQueue(Generic[T]):
         """Tokens of all that waits."""
         return sum(band.work for band in self._bands.values())
 
+    def set_credit(self, credit: float) -> None:
+        """For tenants that come back from now on."""
+        for band in self._bands.values():
+            band.credit = credit
+
     def depth(self, priority: Priority) -> int:
         return self._bands[priority].size
 
@@ -201,7 +211,7 @@ class FairQueue(Generic[T]):
         """Let it wait. When there is no room, who has to leave: of the tenant with most work waiting for its weight, the
         newest of its lowest priority. That may be `entry` itself; so one that asks for little always gets in.
         """
-        if self._size < self._limit:
+        if self._size < self.limit:
             self._add(entry)
             return None
         share = self._shares.get(entry.tenant)
@@ -220,6 +230,11 @@ class FairQueue(Generic[T]):
         """Whose turn it is."""
         band = self._next_band()
         return None if band is None else band.head()
+
+    def owed(self) -> float:
+        """Tokens that the head's tenant may catch up on before it has had its share; 0 when it had, or nobody waits."""
+        band = self._next_band()
+        return 0.0 if band is None else max(band.owed_to_first(), 0.0)
 
     def pop(self, work: int) -> Entry[T]:
         """Take the head out. `work`: what it comes to, as is known now. Raises LookupError when nobody waits."""

@@ -29,6 +29,10 @@ __all__ = ["Outcome", "Replica", "ReplicaView", "Reservation", "ReservationError
 _HEAVY_TOKENS: Final = 128
 """Fewer uncached tokens than these take less time than a network's noise, so others are not disturbed by them."""
 
+_KEPT_FREE: Final = 1 / 8
+"""Of sequences and KV, for tenants that had less than their share: an answer holds its own for as long as it takes, and who
+comes meanwhile would wait for one to end."""
+
 _SURE_SAMPLES: Final = 8
 """Before so many prompts were timed, the time of one says nothing of what was cached."""
 _TELLING_S: Final = 0.05
@@ -80,6 +84,8 @@ class Reservation(msgspec.Struct, eq=False):
     permit: Pass
     num_bytes: int = 0
     """Of its text, where tokens are unknown."""
+    yields: bool = False
+    """The replica computes it after those that do not, also if it began before."""
     last_sent: float | None = None
     """When the deepest block of it that was sent there before had last been sent."""
     heavy_before: int | None = None
@@ -176,6 +182,8 @@ class Replica:
         self.draining = False
         self.healthy = False
         self.mismatch = ""
+        self.away_s = 0.0
+        """What its being another gateway's first choice counts against it."""
         self.busy_until = 0.0
         self.stale_at = float("inf")
         """When the picture left by a lost stream is dropped."""
@@ -195,6 +203,10 @@ class Replica:
         self.inflight = 0
         self.unanswered_tokens = 0
         self.unadmitted_tokens = 0
+        self.yielding_tokens = 0
+        """Of `unanswered_tokens`, what is computed after all that does not yield."""
+        self._unadmitted = 0
+        """Requests sent to it that its load frames do not count yet."""
         self._prefilling: dict[Reservation, None] = {}  # oldest first
         self._heavy = 0
         """How many of those have work to do,"""
@@ -247,18 +259,35 @@ class Replica:
             return (max(backlog, 0.0) + self.unadmitted_tokens) / rate + max(load.running, 0) * self._running_s(load)
         return self._own_backlog(now, rate) / rate + (self.inflight - len(self._prefilling)) * self.settings.running_s
 
-    def holds(self, uncached_tokens: int, now: float) -> bool:
-        """Whether its KV cache has room for so many more tokens beside what runs and waits there. True where it does not
-        tell, and for a prompt that it can never hold: that one it refuses.
+    def firm_wait_s(self, now: float, rate: float) -> float:
+        """The same for one that does not yield, as far as we know who does: at most all that we sent and that does not."""
+        return (self.unanswered_tokens - self.yielding_tokens) / rate + self.decoding_s(now)
+
+    def decoding_s(self, now: float) -> float:
+        """The part of `wait_s` that running decodes add: a preference among replicas, no time in which nothing can begin."""
+        load = self.load
+        if load is not None and now < self._load_until:
+            return max(load.running, 0) * self._running_s(load)
+        return (self.inflight - len(self._prefilling)) * self.settings.running_s
+
+    def has_room(self, uncached_tokens: int, now: float, *, yields: bool = False) -> bool:
+        """Whether a prompt with so much to compute could begin beside what runs and waits there: a sequence is free for it, or
+        will be for the next one, and the KV cache can hold it. One that yields must leave some of both free. True where the
+        replica does not tell, and for a prompt that it can never hold: that one it refuses.
         """
         load, hello = self.load, self.hello
         if load is None or hello is None or now >= self._load_until:
             return True
+        usable = 1 - _KEPT_FREE if yields else 1.0
+        if load.running + load.waiting + self._unadmitted > usable * hello.max_num_seqs > 0:
+            return False
         capacity = hello.capacity_blocks * hello.block_size
         promised = self.unadmitted_tokens + (load.waiting_uncached_tokens if load.waiting > 0 else 0)
         if uncached_tokens > capacity:
             return True
-        return load.kv_used_blocks * hello.block_size + promised + uncached_tokens <= capacity
+        if uncached_tokens > usable * capacity:
+            usable = 1.0
+        return load.kv_used_blocks * hello.block_size + promised + uncached_tokens <= usable * capacity
 
     def _own_backlog(self, now: float, rate: float) -> float:
         """Tokens left of what we promised, where the replica does not tell: in order of arrival, the first one under way."""
@@ -286,6 +315,9 @@ class Replica:
         self.inflight += 1
         self.unanswered_tokens += reservation.uncached_tokens
         self.unadmitted_tokens += reservation.uncached_tokens
+        self._unadmitted += 1
+        if reservation.yields:
+            self.yielding_tokens += reservation.uncached_tokens
         self._prefilling[reservation] = None
 
     @property
@@ -337,6 +369,8 @@ class Replica:
         self._heavy -= reservation.is_heavy
         del self._prefilling[reservation]
         self.unanswered_tokens -= reservation.uncached_tokens
+        if reservation.yields:
+            self.yielding_tokens -= reservation.uncached_tokens
         self.admit(reservation)
 
     def admit(self, reservation: Reservation) -> None:
@@ -344,6 +378,7 @@ class Replica:
         if not reservation.admitted:
             reservation.admitted = True
             self.unadmitted_tokens -= reservation.uncached_tokens
+            self._unadmitted -= 1
 
     # -- what it tells, and what can be learned
 

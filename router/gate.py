@@ -31,14 +31,17 @@ __all__ = ["Asked", "Dropped", "Gate", "GateSettings", "GateView", "Placed"]
 
 _REQUEST_TOKENS: Final = 128
 """What a prompt counts for beside its uncached tokens: one that is all cached takes a place and some milliseconds too."""
-_CREDIT_TOKENS: Final = 1 << 18
-"""What a tenant of weight 1 may catch up on: a burst of some twenty long prompts."""
+_CREDIT_S: Final = 5.0
+"""What a tenant of weight 1 may catch up on: what the fleet computes in so long. Talks come in bursts of a few seconds; more
+would let one that comes back hold up the others for longer than they notice."""
 _OUTPUT_WEIGHT: Final = 2
 """A generated token against a prompt token: as in the virtual token counter, and about what providers charge."""
 _LOOK_AGAIN_S: Final = 0.05
 """What nobody tells of (an operator, a health check, a wait that was predicted wrong) is seen so soon."""
 _LEAST_PAUSE_S: Final = 0.005
 """A look costs a decision; more often than this it would slow what it waits for."""
+_SHARED_S: Final = 60.0
+"""So long after requests of two tenants came, replicas are kept free for whoever comes next."""
 _RATE_WINDOW_S: Final = 20.0
 _SAMPLE_S: Final = 1.0
 _LEAST_RETRY_S: Final = 1.0
@@ -71,6 +74,10 @@ class Placed(NamedTuple):
 
     decision: Decision
     reservation: Reservation
+
+    def engine_priority(self, priority: Priority) -> int:
+        """For replicas that know priorities; a smaller one goes first."""
+        return 2 * priority + self.reservation.yields
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +139,10 @@ class Gate:
         self._router = router
         self._model = model
         self._settings = settings
-        self._queue: FairQueue[Asked] = FairQueue(settings.max_queued, _CREDIT_TOKENS)
+        self._queue: FairQueue[Asked] = FairQueue(settings.max_queued)
         self._rate = _ServiceRate()
+        self._last_tenant: str | None = None
+        self._shared_until = -math.inf
         self._short_by_s = 0.0
         """How much longer than it may the head would wait at the replica that is free soonest."""
 
@@ -141,16 +150,27 @@ class Gate:
         """How many wait."""
         return len(self._queue)
 
+    def configure(self, settings: GateSettings) -> None:
+        """Go by these from now on; who waits keeps its place and its deadline."""
+        self._settings = settings
+        self._queue.limit = settings.max_queued
+
     def try_pass(self, asked: Asked, now: float, draw: float) -> Placed | Unroutable | None:
         """Straight through, past an empty queue. None: it has to wait."""
+        if asked.tenant != self._last_tenant:
+            if self._last_tenant is not None:
+                self._shared_until = now + _SHARED_S
+            self._last_tenant = asked.tenant
         if self._queue:
             return None
-        return self._try_place(asked, self._settings.max_wait_s, now, draw)
+        settings = self._settings
+        return self._try_place(asked, settings.ahead_s if now < self._shared_until else settings.max_wait_s, now, draw)
 
     def wait(self, asked: Asked, since: float, now: float, draw: float) -> tuple[Entry[Asked], Entry[Asked] | None]:
         """Give it a place in the queue: the place, and whose place was lost by it, maybe its own. `since`: when it came first,
         from which its deadline counts.
         """
+        self._queue.set_credit(_CREDIT_S * self._router.fleet_tok_s(self._model))
         decision = self._router.route(asked.query, now, draw)
         uncached = asked.query.num_tokens if isinstance(decision, Unroutable) else _uncached(decision)
         entry = Entry(
@@ -176,8 +196,15 @@ class Gate:
         ]
         placed = 0
         while placed < at_most and (entry := self._queue.head()) is not None:
-            query = msgspec.structs.replace(entry.item.query, backlog_tokens=self._queue.work - entry.work)
-            found = self._try_place(entry.item._replace(query=query), self._settings.ahead_s, now, draw())
+            # One that is owed its share competes with its own prompts only, and those lie at the replicas if it is alone.
+            owed = self._queue.owed() >= entry.work
+            within_s = self._settings.max_wait_s if owed else self._settings.ahead_s
+            query = msgspec.structs.replace(
+                entry.item.query,
+                backlog_tokens=self._queue.work - entry.work,
+                yields=not owed and now < self._shared_until,
+            )
+            found = self._try_place(entry.item._replace(query=query), within_s, now, draw())
             if found is None:
                 break
             if isinstance(found, Unroutable):
@@ -218,17 +245,27 @@ class Gate:
         )
 
     def _try_place(self, asked: Asked, within_s: float, now: float, draw: float) -> Placed | Unroutable | None:
-        decision = self._router.route(asked.query, now, draw)
+        router, query = self._router, asked.query
+        decision = router.route(query, now, draw)
         if isinstance(decision, Unroutable):
             self._short_by_s = math.inf
             return None if decision.code == "capacity" else decision
-        if self._router.is_saturated(decision, within_s, now):
-            # A wait falls by a second a second while its replica computes.
-            soonest_s = min([each.wait_s for each in decision.candidates if each.eligible], default=math.inf)
-            self._short_by_s = soonest_s - self._settings.ahead_s
-            return None
+        has_room = router.has_room(decision, now, yields=query.yields)
+        if decision.wait_s > within_s or not has_room:
+            soonest_s = router.soonest_s(decision, now, yields=query.yields)
+            if soonest_s > within_s:
+                # A wait falls by a second a second while its replica computes.
+                self._short_by_s = soonest_s - self._settings.ahead_s
+                return None
+            if not has_room:
+                query = msgspec.structs.replace(
+                    query, exclude=query.exclude | router.full(decision, now, yields=query.yields)
+                )
+                decision = router.route(query, now, draw)
+                if isinstance(decision, Unroutable):
+                    return decision
         self._rate.count(_uncached(decision), now)
-        return Placed(decision, self._router.begin(decision, asked.query, asked.request_id, now))
+        return Placed(decision, router.begin(decision, query, asked.request_id, now))
 
 
 def _uncached(decision: Decision) -> int:

@@ -45,10 +45,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     wait_s: float
     own_s: float
     cost_s: float
-    """(wait + w · own) ÷ weight."""
+    """(wait + away + w · own) ÷ weight."""
     trust: Trust
     inflight: int
     """Requests sent there that have not ended."""
+    away_s: float = 0.0
+    """What its being another gateway's first choice counts against it."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -76,7 +78,7 @@ def cost(candidates: Sequence[Candidate], turn: Turn) -> tuple[Candidate, str]:
     longest = longest_of_all = 0
     least_wait = math.inf
     for candidate in candidates:
-        matched, wait = candidate.matched_tokens, candidate.wait_s
+        matched, wait = candidate.matched_tokens, candidate.wait_s + candidate.away_s
         longest_of_all = max(longest_of_all, matched)
         if candidate.cost_s > limit or matched < longest or (matched == longest and wait > least_wait):
             continue

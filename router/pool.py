@@ -82,6 +82,16 @@ class Members:
         self._settings = settings
         for replica in self.replicas.values():
             replica.configure(settings)
+        self.share_out()
+
+    def share_out(self) -> None:
+        """Each gateway has a part of the replicas to choose first, all about as many. By their ids, the one thing that gateways
+        which hear nothing of each other agree on. Call when replicas came or went.
+        """
+        settings = self._settings
+        for place, replica_id in enumerate(sorted(self.replicas)):
+            is_ours = place % settings.gateways == settings.gateway - 1
+            self.replicas[replica_id].away_s = 0.0 if is_ours else settings.away_s
 
     def require_fit(self, spec: ReplicaSpec) -> None:
         """Raise `PoolMismatch` when a replica registered like this could not be compared with the others."""

@@ -1,12 +1,13 @@
 """`Router`: the one mutable thing that the gateway talks to. It knows replicas, learns from them, and decides.
 
-    cost(replica) = (wait + w · own work) ÷ weight        all in seconds
+    cost(replica) = (wait + away + w · own work) ÷ weight        all in seconds
 
 *Wait* is uncached prompt tokens already promised to the replica ÷ its prefill rate, plus what its running decodes add. *Own
 work* is this prompt's uncached tokens ÷ that rate + a fixed part. With w = 1 this is the predicted time to the first token; w
 rises with the wait that even the least busy replica has, because near saturation every token prefilled twice delays
-everybody. There is no threshold: a hot prefix spreads when waiting for it costs more than computing it again. A replica of
-weight 2 gets a prompt as long as it costs at most twice as much there.
+everybody. *Away* is 0, but with several gateways that hear nothing of each other it is what counts against replicas that
+another one chooses first. There is no threshold: a hot prefix spreads when waiting for it costs more than computing it again. A
+replica of weight 2 gets a prompt as long as it costs at most twice as much there.
 
 What changes what: `route` looks and changes nothing (so it is also what `/explain` asks); `begin`, `answered` and `finish`
 move promises; `apply` and its siblings move knowledge. What has expired is dropped by the next `begin`, frame or health
@@ -59,6 +60,8 @@ class Query(msgspec.Struct, frozen=True):
     """False when the answer's first byte comes only with its last token, so that its time tells nothing of the prefill."""
     backlog_tokens: int = 0
     """Prompt tokens that wait before the fleet: they raise w as if the replicas had them."""
+    yields: bool = False
+    """Its tenant had its share: replicas that know priorities compute it after what does not yield."""
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -115,6 +118,7 @@ class Router:
         if known is not None:
             replica.weight, replica.cordoned = known.weight, known.cordoned
         members.replicas[replica_id] = self._replicas[replica_id] = replica
+        members.share_out()
 
     def misfit(self, spec: ReplicaSpec, without: frozenset[str] = frozenset()) -> str:
         """Why a replica could not be added if those of `without` were gone; '' when it could."""
@@ -135,6 +139,7 @@ class Router:
         members = self._pools[replica.spec.model]
         members.index.leave(replica.holding)
         del members.replicas[replica_id]
+        members.share_out()
         if not members.replicas:
             del self._pools[replica.spec.model]
 
@@ -317,18 +322,32 @@ class Router:
             chosen.wait_s,
         )
 
-    def is_saturated(self, decision: Decision, within_s: float, now: float) -> bool:
-        """Whether a prompt decided on at `now` should rather wait before the fleet: on every replica that could take it, it
-        would wait longer than `within_s`, or the KV cache has no room for it.
-
-        O(1) while the chosen one is free.
+    def has_room(self, decision: Decision, now: float, *, yields: bool = False) -> bool:
+        """Whether the prompt could begin where it was decided to go when its turn comes: a sequence is free for it, and KV.
+        `yields`: of its query.
         """
         uncached_tokens = decision.prompt_tokens - decision.matched_tokens
-        if decision.wait_s <= within_s and self._known(decision.replica_id).holds(uncached_tokens, now):
-            return False
-        return not any(
-            each.eligible and each.wait_s <= within_s and self._known(each.replica).holds(each.uncached_tokens, now)
+        return self._known(decision.replica_id).has_room(uncached_tokens, now, yields=yields)
+
+    def soonest_s(self, decision: Decision, now: float, *, yields: bool = False) -> float:
+        """The least time that other prompts take before this one on any replica that could take it and has room; infinity
+        when none has. O(replicas).
+        """
+        soonest = math.inf
+        for each in decision.candidates:
+            if not each.eligible:
+                continue
+            replica = self._known(each.replica)
+            if replica.has_room(each.uncached_tokens, now, yields=yields):
+                soonest = min(soonest, each.wait_s - replica.decoding_s(now))
+        return soonest
+
+    def full(self, decision: Decision, now: float, *, yields: bool = False) -> frozenset[str]:
+        """Replicas that have no room for the prompt."""
+        return frozenset(
+            each.replica
             for each in decision.candidates
+            if not self._known(each.replica).has_room(each.uncached_tokens, now, yields=yields)
         )
 
     def prefill_tok_s(self, model: str) -> float:
@@ -337,6 +356,11 @@ class Router:
         replicas = tuple(members.replicas.values()) if members is not None else ()  # metrics are read in another thread
         known = [replica.rate for replica in replicas if replica.rate is not None]
         return sum(known) / len(known) if known else self._settings.prefill_tok_s
+
+    def fleet_tok_s(self, model: str) -> float:
+        """Prefill tokens a second of all replicas of the model together."""
+        members = self._pools.get(model)
+        return self.prefill_tok_s(model) * (len(members.replicas) if members is not None else 1)
 
     def begin(self, decision: Decision, query: Query, request_id: str, now: float) -> Reservation:
         """The prompt is about to be sent: its work is promised and its blocks are expected there from now on.
@@ -359,6 +383,7 @@ class Router:
             begun_at=now,
             permit=replica.breaker.begin(now),
             num_bytes=query.num_bytes,
+            yields=query.yields and replica.spec.kind == "warmpath",
         )
         replica.reserve(reservation)
         if replica.trust is not Trust.BLIND:
@@ -505,6 +530,8 @@ class Router:
             if depths and (depth := depths.get(replica.holding.slot)):
                 matched = min(members.tokens_of(depth), most_matched)
             wait = replica.wait_s(now, rate)
+            if replica.yielding_tokens and not query.yields:
+                wait = min(wait, replica.firm_wait_s(now, rate))
             why_not = "excluded" if replica.id in exclude else replica.why_not(now)
             if not why_not and wait < least_wait:
                 least_wait = wait
@@ -522,9 +549,10 @@ class Router:
                     num_tokens - matched,
                     wait,
                     own,
-                    (wait + w * own) / replica.weight,
+                    (wait + replica.away_s + w * own) / replica.weight,
                     replica.trust,
                     replica.inflight,
+                    replica.away_s,
                 )
                 for replica, why_not, matched, wait, own in rows
             ]

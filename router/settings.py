@@ -18,7 +18,9 @@ PolicyName = Literal[
     "sticky_until_saturated",
 ]
 
-_MAY_BE_ZERO: Final = frozenset({"fixed_s", "running_s", "w_per_wait_s", "tie_ratio", "learned_tokens", "saturated_s"})
+_MAY_BE_ZERO: Final = frozenset(
+    {"fixed_s", "running_s", "w_per_wait_s", "tie_ratio", "learned_tokens", "saturated_s", "away_s"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,13 @@ class RoutingSettings:
     """How much w rises with each second that even the least busy replica would let a prompt wait. With 2 a fleet near
     saturation gave up too much of its cache (docs/routing.md); with 20 a half busy one waits for the cache too long."""
     max_w: float = 11.0
+    gateways: int = 1
+    """How many gateways that hear nothing of each other send to the same replicas."""
+    gateway: int = 1
+    """Which of them this one is."""
+    away_s: float = 0.6
+    """How much sooner a prompt must begin at a replica that another gateway chooses first. It stands for what that one
+    may have sent there a moment ago: with less, both send their parts of a burst to the same replicas (docs/routing.md)."""
     tie_ratio: float = 0.05
     """Costs this close to the least are equal: rates are measured, and their noise must not send every new prompt to the
     replica that happened to measure best."""
@@ -78,6 +87,8 @@ class RoutingSettings:
             value = getattr(self, name)
             if not 0 <= value < float("inf") or (value == 0 and name not in _MAY_BE_ZERO):
                 faults.append(f"{name} is {value}, out of range")
+        if self.gateway > self.gateways:
+            faults.append(f"gateway is {self.gateway}, above gateways, {self.gateways}")
         at_least_one = ("max_w", "same_rate_within")
         faults += [f"{name} is {getattr(self, name)}, below 1" for name in at_least_one if getattr(self, name) < 1]
         if faults:

@@ -3,8 +3,9 @@
 Knows sequences and blocks; nothing of runners, sampling or messages. One step has a token budget, so that a long prompt
 is cut into chunks and those who already generate wait for one chunk at most, never for a whole prompt.
 
-In order: sequences that generate, ongoing prefills, waiting ones. Waiting ones are admitted first come first served within
-a priority, and only when the whole of what they have and one id more fit; their blocks are taken at once, so a prefill
+In order: sequences that generate, ongoing prefills, waiting ones; but a waiting one goes before an ongoing prefill of lower
+priority, which a long prompt would else hold up for seconds. Waiting ones are admitted first come first served within a
+priority, and only when the whole of what they have and one id more fit; their blocks are taken at once, so a prefill
 never runs out of memory halfway. A sequence that generates and finds no block takes those of the newest, which starts
 again from its ids later, mostly from the cache.
 
@@ -12,7 +13,7 @@ What must hold:
 - Every step with something to do runs something: the sequence first in order is never preempted for another one, and the
   length limit makes sure that it fits alone.
 - Who runs gets a token in every step: one is admitted only from the budget that all others leave over. So there are never
-  more running than tokens in the budget, and at most one of them has an unfinished prefill.
+  more running than tokens in the budget, and at most one of each priority has an unfinished prefill.
 - A sequence is waiting or running or forgotten, and holds blocks only while running.
 """
 
@@ -91,11 +92,18 @@ class Scheduler:
         before = self.num_preemptions
         slices = self._schedule_decodes()
         budget = self._token_budget - len(slices)
-        for seq in self._running:
-            if seq.prefilling:
-                slices.append(Slice(seq, min(seq.num_uncomputed, budget)))
-                budget -= slices[-1].num_tokens
-        if self.num_preemptions == before:  # else the next one admitted would take back what was just taken away
+        may_admit = (
+            self.num_preemptions == before
+        )  # else the next one admitted would take back what was just taken away
+        ongoing = [seq for seq in self._running if seq.prefilling]
+        for others, seq in zip(reversed(range(len(ongoing))), ongoing, strict=True):
+            if may_admit and self._waiting and self._waiting[0].priority < seq.priority:
+                admitted = self._admit(budget - others - 1, before=seq)
+                budget -= sum(piece.num_tokens for piece in admitted)
+                slices += admitted
+            slices.append(Slice(seq, min(seq.num_uncomputed, budget - others)))
+            budget -= slices[-1].num_tokens
+        if may_admit:
             slices += self._admit(budget)
         return slices
 
@@ -143,13 +151,16 @@ class Scheduler:
         self._wait(seq)
         self.num_preemptions += 1
 
-    def _admit(self, budget: int) -> list[Slice]:
+    def _admit(self, budget: int, before: Seq | None = None) -> list[Slice]:
+        """Start waiting ones with at most so many tokens; `before`: only those of a higher priority than this one's."""
         slices: list[Slice] = []
         ongoing = [seq for seq in self._running if seq.prefilling]
         filling = {self._filling_key(seq) for seq in ongoing}
-        room = self._prefills_per_step - len(ongoing)
+        room = self._prefills_per_step - sum(before is None or seq.order < before.order for seq in ongoing)
         for seq in self._waiting[: self._max_num_seqs + _LOOK_AHEAD]:
-            if not budget or not room or len(self._running) == self._max_num_seqs:
+            if budget <= 0 or room <= 0 or len(self._running) == self._max_num_seqs:
+                break
+            if before is not None and seq.priority >= before.priority:
                 break
             matched = self._look(seq)
             if self._wanted_key(seq, matched) in filling:

@@ -70,6 +70,10 @@ class Seq:
     """Of the prompt's tokens from the second on, as far as they are computed, where the request asked for them."""
 
     @property
+    def priority(self) -> int:
+        return self.order[0]
+
+    @property
     def num_readable(self) -> int:
         """Ids whose KV may come from the cache: all but the last, which must run to give logits, as must those rows of the
         prompt that are still to tell a logprob."""

@@ -405,6 +405,7 @@ class CandidateBody(msgspec.Struct, frozen=True, kw_only=True):
     cost_s: float
     trust: Trusted
     inflight: int
+    away_s: float
 
 
 class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -481,4 +482,5 @@ def _candidate_body(candidate: Candidate) -> CandidateBody:
         cost_s=candidate.cost_s,
         trust=candidate.trust.value,
         inflight=candidate.inflight,
+        away_s=candidate.away_s,
     )

@@ -20,9 +20,10 @@ from typing import Final
 
 import uvloop
 
-from gateway.app import DataPlane, Knowledge, build_data_plane, build_knowledge, client_server, unready
 from gateway.keys import KeyRing, RingHolder
 from gateway.limits import RemoteLedger
+from gateway.planes.data import DataPlane, build_data_plane, client_server
+from gateway.planes.knowledge import Knowledge, build_knowledge, unready
 from gateway.processes.bus import Bus
 from gateway.processes.channel import Channel, ChannelClosed
 from gateway.processes.control import IDS, MEMBERS, Start, decode_start, encode, settings_of

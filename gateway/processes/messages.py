@@ -42,6 +42,7 @@ class Begun(_Message, frozen=True, tag=1):
     matched_tokens: int
     num_bytes: int
     streamed: bool
+    yields: bool
     names: list[BlockName]
     """Of its blocks, from the first one on; fewer than there are where they were too many to send."""
 

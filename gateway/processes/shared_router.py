@@ -175,7 +175,9 @@ class SharedRouter(Router):
         decision = Decision(
             begun.replica_id, begun.matched_tokens, begun.prompt_tokens, "elsewhere", 1.0, self._policy, ()
         )
-        query = Query("", begun.names, begun.prompt_tokens, begun.num_bytes, streamed=begun.streamed)
+        query = Query(
+            "", begun.names, begun.prompt_tokens, begun.num_bytes, streamed=begun.streamed, yields=begun.yields
+        )
         try:
             reservation = super().begin(decision, query, begun.request_id, begun.at)
         except UnknownReplica:
@@ -200,6 +202,7 @@ def _begun(number: int, reservation: Reservation, names: list[BlockName]) -> Beg
         reservation.matched_tokens,
         reservation.num_bytes,
         reservation.streamed,
+        reservation.yields,
         names,
     )
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from gateway.admin.bodies import RequestRates
 from gateway.admin.context import Insight
 from gateway.admin.live import RateMeter
-from gateway.app import build_control_plane, build_knowledge, first_keys, unready
+from gateway.app import first_keys
 from gateway.keys import KeyStore
 from gateway.keys.opening import open_key_store
 from gateway.limits import Ledger, LedgerServer
+from gateway.planes.control import build_control_plane
+from gateway.planes.knowledge import build_knowledge, unready
 from gateway.processes.bus import SUPERVISOR, Bus
 from gateway.processes.control import Start, encode, settings_bytes
 from gateway.processes.members import members_of

@@ -5,7 +5,9 @@ python -m tests.fleet.several --gateways 2
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,7 @@ import click
 from gateway.processes.bus import FLUSH_S
 from gateway.processes.messages import Message
 from gateway.processes.shared_router import SharedRouter
-from loadtest.workloads import make_workload
+from loadtest.workloads import WORKLOADS, Workload, make_workload
 from router import Decision, Query, Reservation, Router, RoutingSettings, Sync, Unroutable
 from router.wire import Frame, ReplicaSpec
 from tests.fleet.virtual_time import VirtualFleet
@@ -90,20 +92,59 @@ class Processes(InTurn):
                     router.hear(number, message, now)
 
 
+def several_gateways(count: int, away_s: float) -> InTurn:
+    every = [RoutingSettings(gateways=count, gateway=number, away_s=away_s) for number in range(1, count + 1)]
+    return InTurn([Router(settings) for settings in every])
+
+
+def _spread(workload: Workload, spread_s: float, seed: int) -> Workload:
+    draw = random.Random(seed)
+    later = [replace(each, at_s=each.at_s + draw.random() * spread_s) for each in workload.requests]
+    return replace(workload, requests=tuple(sorted(later, key=lambda each: each.at_s)))
+
+
 @click.command()
 @click.option("--load", default=1.0, show_default=True)
 @click.option("--limit", default=300, show_default=True, help="Only so many requests of the recorded trace.")
 @click.option("--processes", type=int, help="Of one gateway.")
 @click.option("--gateways", type=int, help="That know nothing of each other.")
-def main(load: float, limit: int, processes: int | None, gateways: int | None) -> None:
+@click.option("--workload", type=click.Choice(WORKLOADS), default="trace", show_default=True)
+@click.option("--seed", default=1, show_default=True)
+@click.option("--away-s", default=RoutingSettings().away_s, show_default=True, help="0: gateways share nothing out.")
+@click.option("--decide-ms", default=1.0, show_default=True, help="What a request takes its gateway before it is sent.")
+@click.option("--frame-ms", default=2.0, show_default=True, help="What a replica's frame takes to its gateways.")
+@click.option("--spread-s", default=0.0, show_default=True, help="Requests come up to so much later, drawn evenly.")
+def main(
+    load: float,
+    limit: int,
+    processes: int | None,
+    gateways: int | None,
+    workload: str,
+    seed: int,
+    away_s: float,
+    decide_ms: float,
+    frame_ms: float,
+    spread_s: float,
+) -> None:
     """Of one gateway in one process, unless told otherwise."""
     settings = RoutingSettings()
     router: Router | None = None
     if processes is not None:
         router = Processes(processes, settings)
     elif gateways is not None:
-        router = InTurn([Router(settings) for _ in range(gateways)])
-    found = VirtualFleet(make_workload("trace", load=load, seed=1, limit=limit), settings, router=router).run()
+        router = several_gateways(gateways, away_s)
+    made = make_workload(workload, load=load, seed=seed, limit=limit if workload == "trace" else None)
+    if spread_s:
+        made = _spread(made, spread_s, seed)
+    found = VirtualFleet(
+        made,
+        settings,
+        seed=seed,
+        router=router,
+        gateways=gateways or 1,
+        decide_s=decide_ms / 1000,
+        frame_s=frame_ms / 1000,
+    ).run()
     click.echo(f"hit {found.hit_of_ideal:.3f}  TTFT p50 {found.ttft_p50:,.0f} p90 {found.ttft_p90:,.0f} ms")
 
 

@@ -9,7 +9,8 @@ import pytest
 from loadtest.workloads import make_workload
 from router import GateSettings, RoutingSettings
 from router.settings import PolicyName
-from tests.fleet.several import Processes
+from tests.fleet.flood import flooded, quiet, ttft_of_quiet
+from tests.fleet.several import Processes, several_gateways
 from tests.fleet.virtual_time import Figures, VirtualFleet
 
 
@@ -54,3 +55,26 @@ def test_four_processes_route_as_one_does() -> None:
 
     assert together.ttft_p90 < 1.15 * alone.ttft_p90
     assert together.hit_of_ideal > 0.97 * alone.hit_of_ideal
+
+
+def test_a_tenant_that_floods_hardly_delays_another_one() -> None:
+    """The short run of `tests.fleet.flood`, whose long ones are in docs/operating.md."""
+    alone = quiet(1, limit=50)
+    found, crowded = ttft_of_quiet(alone, 1), ttft_of_quiet(flooded(alone, 1), 1)
+
+    assert crowded.most_queued > 100
+    assert crowded.dropped == 0
+    assert crowded.ttft_p90 < 1.2 * found.ttft_p90
+
+
+def test_two_gateways_share_a_burst_out_better_than_if_each_were_alone() -> None:
+    workload = make_workload("trace", load=1.0, seed=1, limit=150)
+
+    alone, apart = (
+        VirtualFleet(
+            workload, RoutingSettings(), router=several_gateways(2, away_s), gateways=2, decide_s=0.001, frame_s=0.002
+        ).run()
+        for away_s in (0.0, RoutingSettings().away_s)
+    )
+
+    assert apart.ttft_p90 < 0.9 * alone.ttft_p90

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,14 +35,16 @@ from router import (
     block_names,
     root_name,
 )
-from router.fair_queue import Entry
-from router.wire import FrameDecoder, Hello, ReplicaSpec
+from router.fair_queue import Entry, Priority
+from router.wire import Frame, FrameDecoder, Hello, ReplicaSpec
 from workers.engine import Engine
 from workers.events import EventLog, LoadThrottle
 from workers.protocol import EngineInfo, Sampling, StepReport, Submit
 from workers.simulated import SimulatedRunner, engine_over, simulated_info
 
 REPLICAS: Final = 8
+_LEAST_PAUSE_S: Final = 0.005
+"""Between two looks at the queue, as in `gateway.admission`."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +100,29 @@ class VirtualFleet:
         seed: int = 1,
         queue: GateSettings | None = None,
         tenant_of: Callable[[Request], str] = lambda request: "",
+        priorities: bool = True,
         router: Router | None = None,
+        gateways: int = 1,
+        decide_s: float = 0.0,
+        frame_s: float = 0.0,
     ) -> None:
+        """`priorities`: whether replicas are told them, as own ones are. `gateways` take the requests in turn, each one request
+        after the other, `decide_s` for each; what a replica tells is heard `frame_s` later.
+        """
+        self._gateways = gateways
+        self._decide_s = decide_s
+        self._frame_s = frame_s
+        self._frames: dict[int, tuple[str, Frame]] = {}
         self._workload = workload
         self._draw = random.Random(seed)
         self._router = Router(settings) if router is None else router
         self._info = simulated_info(kv_tokens=workload.kv_tokens)
         self._gate = None if queue is None else Gate(self._router, self._info.model, queue)
         self._tenant_of = tenant_of
+        self._priorities = priorities
         self._waiting: dict[Entry[Asked], _Asked] = {}
-        self._look_planned = False
+        self._look_at: float | None = None
+        self._looked_at = -math.inf
         self._most_queued = 0
         self._dropped: list[_Asked] = []
         self._root = root_name(model=self._info.model)
@@ -114,17 +130,26 @@ class VirtualFleet:
         self._numbers = itertools.count()
         self._due: list[tuple[float, int, str, int]] = []
         self._asked: dict[int, _Asked] = {}
-        self._open = len(workload.requests)
+        self._open = 0
+        self._until: str | None = None
         self._replicas = [self._start(number) for number in range(REPLICAS)]
 
-    def run(self) -> Figures:
-        for number, request in enumerate(self._workload.requests):
-            self._plan(request.at_s, "request", number)
+    def run(self, until: str | None = None) -> Figures:
+        """To the end, or until all requests of one tenant have ended."""
+        requests = self._workload.requests
+        self._open = sum(until in (None, self._tenant_of(request)) for request in requests)
+        self._until = until
+        free_at = [0.0] * self._gateways
+        for number, request in enumerate(requests):
+            gateway = number % self._gateways
+            free_at[gateway] = max(request.at_s, free_at[gateway]) + self._decide_s
+            self._plan(free_at[gateway], "request", number)
         happen = {
             "request": self._on_request,
             "step": self._on_step,
             "load": self._on_load,
             "look": self._on_look,
+            "frame": self._on_frame,
         }
         while self._open:
             now, _, kind, number = heapq.heappop(self._due)
@@ -168,14 +193,20 @@ class VirtualFleet:
         self._most_queued = max(self._most_queued, len(self._gate))
         if displaced is not None:
             self._drop(displaced)
-        self._plan_look(now)
+        self._hear(now)
 
     def _send(self, asked: _Asked, placed: Placed, now: float) -> None:
         request = self._workload.requests[asked.number]
         asked.replica, asked.reservation = int(placed.decision.replica_id), placed.reservation
         number, chosen = asked.number, asked.replica
         sampling = Sampling(max_tokens=request.max_tokens, seed=number, ignore_eos=True)
-        submit = Submit(rid=number, request_id=str(number), prompt=request.prompt.encode(), sampling=sampling)
+        submit = Submit(
+            rid=number,
+            request_id=str(number),
+            prompt=request.prompt.encode(),
+            sampling=sampling,
+            priority=placed.engine_priority(Priority.DEFAULT) if self._priorities else 0,
+        )
         replica = self._replicas[chosen]
         if replica.running is None:
             replica.engine.submit(submit)
@@ -185,23 +216,34 @@ class VirtualFleet:
 
     def _drop(self, entry: Entry[Asked]) -> None:
         self._dropped.append(self._waiting.pop(entry))
-        self._open -= 1
+        self._ended(self._dropped[-1])
+
+    def _ended(self, asked: _Asked) -> None:
+        self._open -= self._until in (None, asked.tenant)
 
     def _on_look(self, _: int, now: float) -> None:
-        """As `gateway.admission` does, but for what it hears in between: looks at the queue when something may have changed."""
+        """As `gateway.admission` does: looks at the queue when something was heard and when a replica should be free."""
         assert self._gate is not None
-        self._look_planned = False
+        if now != self._look_at:
+            return  # another one came before it
+        self._look_at, self._looked_at = None, now
         for entry, end in self._gate.release(now, self._draw.random, 16):
             if isinstance(end, Dropped):
                 self._drop(entry)
             else:
                 self._send(self._waiting.pop(entry), end, now)
-        self._plan_look(now)
+        if self._gate:
+            self._look(now + self._gate.next_in_s())
 
-    def _plan_look(self, now: float) -> None:
-        if self._gate and not self._look_planned:
-            self._look_planned = True
-            self._plan(now + self._gate.next_in_s(), "look", 0)
+    def _hear(self, now: float) -> None:
+        if self._gate:
+            self._look(now)
+
+    def _look(self, at_s: float) -> None:
+        at_s = max(at_s, self._looked_at + _LEAST_PAUSE_S)
+        if self._look_at is None or at_s < self._look_at:
+            self._look_at = at_s
+            self._plan(at_s, "look", 0)
 
     def _begin_step(self, number: int, now: float) -> None:
         replica = self._replicas[number]
@@ -230,13 +272,14 @@ class VirtualFleet:
                 self._router.finish(asked.reservation, now, Outcome.OK, output.cached_tokens)
                 if self._gate is not None:
                     self._gate.answered(asked.tenant, self._workload.requests[asked.number].max_tokens)
-                self._open -= 1
+                self._ended(asked)
+        self._hear(now)
         self._begin_step(number, now)
 
     def _publish(self, number: int, report: StepReport, now: float) -> None:
         replica = self._replicas[number]
         for frame in self._decoder.feed(b"".join(replica.log.append(report, now))):
-            self._router.apply(_name(number), frame, now)
+            self._tell(_name(number), frame, now)
         replica.loads.note(report)
         self._on_load(number, now, planned=False)
 
@@ -245,18 +288,34 @@ class VirtualFleet:
         if planned:
             replica.load_planned = False
         if now >= replica.loads.due_at():
-            self._router.apply(_name(number), replica.loads.take(seq=replica.log.seq, now=now, ts=now), now)
+            self._tell(_name(number), replica.loads.take(seq=replica.log.seq, now=now, ts=now), now)
         if not replica.load_planned:
             replica.load_planned = True
             self._plan(max(replica.loads.due_at(), now + 0.01), "load", number)
 
-    def figures(self, tenant: str | None = None) -> Figures:
-        """Of a tenant's requests, or of all, after `run`."""
+    def _tell(self, name: str, frame: Frame, now: float) -> None:
+        if not self._frame_s:
+            self._router.apply(name, frame, now)
+            self._hear(now)
+            return
+        number = next(self._numbers)
+        self._frames[number] = name, frame
+        self._plan(now + self._frame_s, "frame", number)
+
+    def _on_frame(self, number: int, now: float) -> None:
+        self._router.apply(*self._frames.pop(number), now)
+        self._hear(now)
+
+    def figures(self, tenant: str | None = None, after_s: float = 0.0) -> Figures:
+        """Of a tenant's requests, or of all, that came later than `after_s`; after `run`."""
         requests = self._workload.requests
         counted = [
             asked
             for asked in self._asked.values()
-            if not requests[asked.number].warm and tenant in (None, asked.tenant) and asked.first_at is not None
+            if not requests[asked.number].warm
+            and tenant in (None, asked.tenant)
+            and asked.first_at is not None
+            and asked.due_at >= after_s
         ]
         ideal = ideal_cached_tokens(requests)
         ttft_ms = sorted(1000 * (asked.first_at - asked.due_at) for asked in counted if asked.first_at is not None)

@@ -29,9 +29,10 @@ from gateway.dispatch import Record
 from gateway.keys import GivenKey, KeyKind, KeyRecord, KeyStoreError
 from gateway.keys.file_storage import FileStorage
 from gateway.keys.opening import open_key_store
+from gateway.loading import SettingsError, load_settings
 from gateway.model_cards import ModelCards
 from gateway.reload import Plan
-from gateway.settings import Settings, SettingsError, load_settings
+from gateway.settings import Settings
 from gateway.telemetry import Telemetry, render
 from router import Candidate, Decision, Outcome, Query, ReplicaView, Router, Trust
 from router.wire import Hello, Load, ReplicaSpec
@@ -1093,6 +1094,7 @@ async def test_explain_shows_every_candidate_and_the_reason(admin: Admin) -> Non
                 "cost_s": 0.6,
                 "trust": "exact",
                 "inflight": 3,
+                "away_s": 0.0,
             }
         ],
     }

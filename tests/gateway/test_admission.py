@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router import GateSettings
 from tests.gateway.stub import (
     DONE,
     MODEL,
@@ -209,3 +210,15 @@ async def test_batch_waits_for_the_rest_and_nobody_gets_above_its_tenant(tmp_pat
 
     order = [seen.json["messages"][0]["content"].split()[0] for seen in replica.seen]
     assert order[1:] == ["plain", "pushy", "batch"]
+
+
+async def test_new_settings_hold_for_who_waits_already(tmp_path: Path) -> None:
+    async with saturated(tmp_path) as (running, replica, gated), asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(ask(running, await key_of(running, "a"), "one "))
+        await queued(running, 1)
+
+        running.gateway.data.admission.configure(GateSettings(ahead_s=1e6, max_wait_s=1e6))
+
+        await eventually(lambda: len(replica.seen) == 2)
+        assert not waiting.done(), "the replica has it, and does not answer yet"
+        gated.next(2)

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from gateway.app import _endpoint_of
 from gateway.commands.explain import decisions_table, explanation_table
+from gateway.planes.explainer import endpoint_of
 
 
 def candidate(replica: str, cost_s: float, **changes: Any) -> dict[str, Any]:
@@ -79,4 +79,4 @@ def test_a_decision_shows_what_was_predicted_and_what_came() -> None:
     ],
 )
 def test_only_a_field_named_messages_makes_a_chat(body: bytes, endpoint: str) -> None:
-    assert _endpoint_of(body) == endpoint
+    assert endpoint_of(body) == endpoint

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from gateway.admin.registry import Registrant
 from gateway.app import build_gateway
 from gateway.keys.opening import open_key_store
+from gateway.loading import SettingsError, load_settings
 from gateway.reload import plan_reload
 from gateway.reloading import Reloader, SettingsSource
 from gateway.server.listener import Listener
-from gateway.settings import Settings, SettingsError, load_settings
+from gateway.settings import Settings
 from router.wire import ReplicaSpec
 from tests.gateway.stub import MODEL, StubReplica, hangs, says, stub
 from tests.serving import eventually, serving
@@ -46,6 +47,7 @@ def test_what_changed_is_named_and_what_needs_a_restart_stays_as_it_was() -> Non
         aliases={"a": "m"},
         replicas=[{"url": "http://10.0.0.1:8000"}],
         tenants={"blue": {"weight": 2}},
+        admission={"max_wait_s": 1},
     )
 
     plan = plan_reload(old, new)
@@ -57,6 +59,7 @@ def test_what_changed_is_named_and_what_needs_a_restart_stays_as_it_was() -> Non
         "aliases",
         "replicas",
         "tenants",
+        "admission.max_wait_s",
     }
     assert set(plan.needs_restart) == {
         *("server.port", "server.open", "admin.key", "state_dir", "routing.index_bytes", "limits.hosts")

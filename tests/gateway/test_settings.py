@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from gateway.admin.addresses import PortRange
-from gateway.settings import Settings, SettingsError, TracingSettings, load_settings, redacted
+from gateway.loading import SettingsError, load_settings, redacted
+from gateway.settings import Settings, TracingSettings
 from router import RoutingSettings
 from router.wire import ReplicaSpec
 

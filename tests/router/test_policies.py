@@ -1,6 +1,8 @@
 from collections import Counter
 from typing import get_args
 
+import msgspec
+
 from router.policies import (
     POLICIES,
     Candidate,
@@ -55,6 +57,12 @@ def test_cost_prefers_the_longest_match_among_equals() -> None:
     chosen, reason = cost([candidate("a", 1.04, 32), candidate("b", 1.0, 16)], turn(0.9))
 
     assert (chosen.replica, reason) == ("a", "longest_prefix")
+
+
+def test_among_equals_cost_leaves_to_another_gateway_what_that_one_chooses_first() -> None:
+    elsewhere = msgspec.structs.replace(candidate("a", 10.0), away_s=0.3)
+
+    assert {cost([elsewhere, candidate("b", 10.0)], turn(draw))[0].replica for draw in (0.0, 0.9)} == {"b"}
 
 
 def test_cost_prefers_the_least_wait_among_equal_matches() -> None:

@@ -74,6 +74,42 @@ def test_ties_are_broken_by_the_draw() -> None:
     assert Counter(chosen) == {"r0": 2, "r1": 2, "r2": 2, "r3": 2}
 
 
+def test_gateways_that_hear_nothing_of_each_other_begin_with_different_replicas() -> None:
+    firsts = []
+    for gateway in (1, 2):
+        router = own_fleet(4)
+        router.configure(RoutingSettings(gateways=2, gateway=gateway))
+        firsts.append({decide(router, query(tokens(1, 800)), draw=draw / 8).replica_id for draw in range(8)})
+
+    assert firsts == [{"r0", "r2"}, {"r1", "r3"}]
+
+
+def test_a_gateway_takes_what_another_one_chooses_first_where_that_is_sooner_by_enough() -> None:
+    router = own_fleet(2)
+    router.configure(RoutingSettings(gateways=2, gateway=1, away_s=0.3))
+    asked = query(tokens(1, 1600))  # 0.2 s of computing
+
+    for waiting_s, chosen in ((0.29, "r0"), (0.31, "r1")):
+        router.apply("r0", load(tokens=int(waiting_s * RATE)), 0.0)
+        assert decide(router, asked).replica_id == chosen
+
+
+def test_what_gateways_choose_first_follows_who_comes_and_goes() -> None:
+    router = own_fleet(3)
+    router.configure(RoutingSettings(gateways=2, gateway=2, away_s=0.01))
+    router.remove("r0")
+
+    away_s = {each.replica: each.away_s for each in decide(router, query(tokens(1, 100))).candidates}
+
+    assert away_s == {"r1": 0.01, "r2": 0.0}
+
+
+@pytest.mark.parametrize(("gateway", "gateways"), [(2, 1), (0, 2)])
+def test_a_gateway_is_one_of_those_that_there_are(gateway: int, gateways: int) -> None:
+    with pytest.raises(ValueError, match="gateway is"):
+        RoutingSettings(gateway=gateway, gateways=gateways)
+
+
 def test_cost_is_wait_plus_w_times_own_work() -> None:
     router = own_fleet(2)
     for number, waiting in enumerate((8000, 16000)):

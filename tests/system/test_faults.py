@@ -32,9 +32,9 @@ PROMPT_TOKENS = 4000
 
 
 @contextlib.contextmanager
-def fleet(replicas: int) -> Iterator[list[str]]:
+def fleet(replicas: int, *, speedup: int = SPEEDUP) -> Iterator[list[str]]:
     """The URLs of simulated replicas that share a process."""
-    command = [sys.executable, "-m", "workers", "simulated", "--credential", CREDENTIAL, "--speedup", str(SPEEDUP)]
+    command = [sys.executable, "-m", "workers", "simulated", "--credential", CREDENTIAL, "--speedup", str(speedup)]
     with subprocess.Popen(
         [*command, "--replicas", str(replicas), "--grace", "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:

@@ -66,6 +66,19 @@ def test_generating_comes_first_then_ongoing_prefills_then_waiting_ones() -> Non
     assert bench.step() == [(0, 1), (1, 1), (2, 1)]
 
 
+def test_an_urgent_prompt_goes_before_an_ongoing_prefill_of_lower_priority() -> None:
+    bench = Bench(token_budget=10)
+    bench.add(distinct(30, 0), priority=1)
+    assert bench.step() == [(0, 10)]
+    bench.add(distinct(14, 1), priority=0)
+    bench.add(distinct(3, 2), priority=1)
+
+    assert bench.step() == [(1, 9), (0, 1)]
+    assert bench.step() == [(1, 5), (0, 5)]
+    assert bench.step() == [(1, 1), (0, 9)]
+    assert bench.step() == [(1, 1), (0, 5), (2, 3)]
+
+
 def test_an_urgent_prefill_does_not_stop_those_who_generate() -> None:
     bench = Bench(token_budget=4)
     bench.add(distinct(4, 0), priority=5)
@@ -220,7 +233,8 @@ def test_every_step_runs_all_that_were_admitted_within_its_bounds(
         assert sum(count for _, count in ran) <= token_budget
         assert all(count > 0 for _, count in ran)
         assert sorted(rid for rid, _ in ran) == [seq.rid for seq in bench.seqs if seq.blocks]
-        assert sum(seq.prefilling for seq in bench.seqs) <= 1
+        unfinished = [seq.priority for seq in bench.seqs if seq.prefilling]
+        assert len(unfinished) == len(set(unfinished))
         assert bench.scheduler.num_running <= max_num_seqs
         for seq, (_, _, max_tokens) in zip(bench.seqs, arrivals, strict=True):
             if seq.blocks and len(seq.ids) > seq.prompt_len + max_tokens:

@@ -8,7 +8,8 @@ import pytest
 
 from gateway.limiting import build_limiter, limit_rules
 from gateway.limits import LeasingLimiter, LocalLimiter, Quota
-from gateway.settings import Settings, SettingsError, load_settings, redacted
+from gateway.loading import SettingsError, load_settings, redacted
+from gateway.settings import Settings
 from tests.gateway.limits.ledgers import Clock, supervised
 
 URL = "redis://:hidden-password@127.0.0.1:1/0"

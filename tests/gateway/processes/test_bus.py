@@ -53,7 +53,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def begun(number: int, names: int = 0) -> Begun:
-    return Begun(number, f"req-{number}", "r0", 1.0, 100, 0, 0, True, [BlockName(2**63 + n) for n in range(names)])
+    return Begun(
+        number, f"req-{number}", "r0", 1.0, 100, 0, 0, True, False, [BlockName(2**63 + n) for n in range(names)]
+    )
 
 
 async def test_all_others_hear_what_one_says_in_order(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_many_open_requests_take_several_messages() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Begun(7, "req-1", "r0", 1.5, 512, 64, 0, True, NAMES),
+        Begun(7, "req-1", "r0", 1.5, 512, 64, 0, True, False, NAMES),
         Answered(7, 2.5),
         Finished(7, 3.5, Outcome.OK, None, 512),
         Busy("r0", 9.0),
