@@ -331,16 +331,17 @@ class Router:
 
     def soonest_s(self, decision: Decision, now: float, *, yields: bool = False) -> float:
         """The least time that other prompts take before this one on any replica that could take it and has room; infinity
-        when none has. O(replicas).
+        when none has. 0 as long as nothing was measured of any of them: a guess of their pace holds nobody up. O(replicas).
         """
-        soonest = math.inf
+        soonest, is_measured = math.inf, False
         for each in decision.candidates:
             if not each.eligible:
                 continue
             replica = self._known(each.replica)
+            is_measured |= replica.rate is not None
             if replica.has_room(each.uncached_tokens, now, yields=yields):
                 soonest = min(soonest, each.wait_s - replica.decoding_s(now))
-        return soonest
+        return soonest if is_measured or soonest == math.inf else 0.0
 
     def full(self, decision: Decision, now: float, *, yields: bool = False) -> frozenset[str]:
         """Replicas that have no room for the prompt."""

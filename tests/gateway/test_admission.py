@@ -33,6 +33,12 @@ from tests.serving import eventually
 SLOW = {"prefill_tok_s": 1}
 
 
+def is_measured(running: Running) -> None:
+    """What is only a setting holds nobody up."""
+    for replica in running.gateway.knowledge.router._replicas.values():
+        replica.rate = 1.0
+
+
 class Gated:
     """Answers one request after the other, each when it is told to."""
 
@@ -54,6 +60,7 @@ async def saturated(folder: Path, **admission: Any) -> AsyncIterator[tuple[Runni
     """A gateway whose only replica has a request that it does not answer."""
     gated = Gated(says("hi"))
     async with stub(gated) as replica, gateway(folder, replica, routing=SLOW, admission=admission) as running:
+        is_measured(running)
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(running.chat("first " * 200))
             await eventually(lambda: len(replica.seen) == 1)
@@ -171,6 +178,7 @@ async def test_a_stream_that_waits_is_kept_alive_and_its_refusal_is_an_event(tmp
         stub(gated) as replica,
         gateway(tmp_path, replica, routing=SLOW, stream=stream, admission={"deadline_s": 0.5}) as running,
     ):
+        is_measured(running)
         first = asyncio.create_task(running.chat("first " * 200, stream=True))
         await eventually(lambda: len(replica.seen) == 1)
         waited = await running.chat(stream=True)

@@ -10,7 +10,7 @@ import pytest
 from router import Asked, Dropped, Gate, GateSettings, Outcome, Placed, Priority, Router
 from router.fair_queue import Entry
 from router.wire import Load
-from tests.router.fleets import MODEL, RATE, hello, load, own_fleet, query, tokens
+from tests.router.fleets import MODEL, RATE, foreign_fleet, hello, load, own_fleet, query, tokens
 
 _numbers = itertools.count()
 
@@ -58,6 +58,16 @@ def test_a_single_tenant_passes_until_the_wait_is_max_wait_s() -> None:
     assert passes(router, gate, asked())
     busy(router, 2.1)
     assert not passes(router, gate, asked())
+
+
+def test_a_pace_that_nobody_measured_holds_nobody_up() -> None:
+    gate = new_gate(foreign_fleet(1))
+
+    placed = [gate.try_pass(asked(num_tokens=16_000), 0.0, 0.0) for _ in range(20)]
+
+    last = placed[-1]
+    assert isinstance(last, Placed)
+    assert last.decision.wait_s > 2.0  # by the setting for replicas of which nothing is known
 
 
 def test_where_two_tenants_ask_replicas_are_kept_free_for_who_comes_next() -> None:

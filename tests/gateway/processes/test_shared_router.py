@@ -311,6 +311,7 @@ def test_where_nothing_is_lost_all_see_the_same(steps: list[tuple[str, int, int]
         fleet.deliver(0, "deliver")
 
     assert [promises(process) for process in fleet.processes] == [promises(fleet.processes[0])] * 3
-    assert [process.view().expected_blocks for process in fleet.processes] == [
-        fleet.processes[0].view().expected_blocks
-    ] * 3
+    if not any(what == "finish" and which % len(Outcome) for what, _, which in steps):
+        # Of two who expect the same blocks the last one heard of counts; where that one fails, they are forgotten.
+        expected = [process.view().expected_blocks for process in fleet.processes]
+        assert expected == expected[:1] * 3
