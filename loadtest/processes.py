@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,20 +84,41 @@ class Process:
 @contextlib.contextmanager
 def running_process(args: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Iterator[Process]:
     """Raises SystemFailure if it cannot be started. Its output goes to `log`."""
-    with log.open("wb") as output:
-        try:
-            popen = subprocess.Popen(
-                args,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise SystemFailure(f"cannot start {args[0]}: {error.strerror}") from error
-    process = Process(popen, log)
+    process: Process | None = None
     try:
+        with log.open("wb") as output, _signals_wait():
+            try:
+                popen = subprocess.Popen(
+                    args,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **(environment or {})},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SystemFailure(f"cannot start {args[0]}: {error.strerror}") from error
+            process = Process(popen, log)
         yield process
     finally:
-        process.stop()
+        if process is not None:
+            process.stop()
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Until the end of the block: a handler that raises in the middle of a start would leave a program that nobody ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    usual = {
+        number: signal.signal(number, lambda got, _: came.append(got)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        for got in came:
+            signal.raise_signal(got)

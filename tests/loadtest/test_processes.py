@@ -1,6 +1,9 @@
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,3 +58,24 @@ def test_a_program_that_is_not_there_is_told_by_name(tmp_path: Path) -> None:
         running_process(["no-such-router"], tmp_path / "log"),
     ):
         pass
+
+
+def test_a_signal_in_the_middle_of_a_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            started.append(self.pid)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("subprocess.Popen", Interrupted)
+    usual = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with pytest.raises(SystemExit), running_process([sys.executable, "-c", "input()"], tmp_path / "log"):
+            pytest.fail("it was told to end before")
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+
+    (pid,) = started
+    assert not alive(pid)
