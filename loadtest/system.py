@@ -38,6 +38,9 @@ _FIXED_S: Final = 0.02
 _RUNNING_S: Final = 0.002
 _W_PER_WAIT_S: Final = 8.0
 _SATURATED_S: Final = 18.0
+_AWAY_S: Final = 0.6
+_MAX_WAIT_S: Final = 2.0
+_AHEAD_S: Final = 0.2
 """The gateway's defaults, in seconds of the world that it serves: a world that runs faster has shorter ones."""
 
 
@@ -104,6 +107,10 @@ def _start_ours(stack: contextlib.ExitStack, folder: Path, arm: Ours, shape: Fle
         "WARMPATH_ROUTING__RUNNING_S": str(_RUNNING_S / speedup),
         "WARMPATH_ROUTING__W_PER_WAIT_S": str(_W_PER_WAIT_S * speedup),
         "WARMPATH_ROUTING__SATURATED_S": str(_SATURATED_S / speedup),
+        "WARMPATH_ROUTING__GATEWAYS": str(arm.gateways),
+        "WARMPATH_ROUTING__AWAY_S": str(_AWAY_S / speedup),
+        "WARMPATH_ADMISSION__MAX_WAIT_S": str(_MAX_WAIT_S / speedup),
+        "WARMPATH_ADMISSION__AHEAD_S": str(_AHEAD_S / speedup),
     }
     if arm.gateways > 1:  # or what one has sent would be of no use to the other
         environment["WARMPATH_KEYS__FLEET_SECRET"] = secrets.token_hex(32)
@@ -111,10 +118,12 @@ def _start_ours(stack: contextlib.ExitStack, folder: Path, arm: Ours, shape: Fle
     routers = tuple(
         stack.enter_context(
             running_process(
-                _gateway_command(arm, each, folder / f"state-{each}", ports), folder / f"router-{each}.log", environment
+                _gateway_command(arm, each, folder / f"state-{each}", ports),
+                folder / f"router-{each}.log",
+                {**environment, "WARMPATH_ROUTING__GATEWAY": str(number)},
             )
         )
-        for each in client_ports
+        for number, each in enumerate(client_ports, 1)
     )
     trusts = {"exact"} if arm.knowledge == "exact" else {"learning", "blind", "exact"}
     with httpx.Client(headers={"authorization": f"Bearer {admin_key}"}, timeout=2, trust_env=False) as http:
