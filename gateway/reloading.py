@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from gateway.loading import SettingsError
 from gateway.reload import Plan, plan_reload
@@ -110,7 +110,12 @@ class Reloader:
         if self._file is not None and self._file.exists() and not self._file.is_file():
             # A pipe would be waited for without an end, or be empty by now, which is valid and the end of every replica.
             raise SettingsError([f"{self._file}: only a regular file can be read again"])
-        return self._load()
+        before = _stamp(self._file)
+        found = self._load()
+        if before is not None and (before.st_size == 0 or before != _stamp(self._file)):
+            # Cut to nothing by who writes it, it would be valid, and the end of every replica.
+            raise SettingsError([f"{self._file}: it is empty, or was written while it was read"])
+        return found
 
     async def _asked_within(self, seconds: float) -> bool:
         try:
@@ -122,7 +127,14 @@ class Reloader:
         return True
 
 
-def _stamp(file: Path | None) -> tuple[int, int, int, int] | None:
+class _Stamp(NamedTuple):
+    st_dev: int
+    st_ino: int
+    st_mtime_ns: int
+    st_size: int
+
+
+def _stamp(file: Path | None) -> _Stamp | None:
     """What differs between two contents of a file, links followed; None when there is none."""
     if file is None:
         return None
@@ -130,4 +142,4 @@ def _stamp(file: Path | None) -> tuple[int, int, int, int] | None:
         found = os.stat(file)
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    return _Stamp(found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)

@@ -20,7 +20,7 @@ from gateway.app import build_gateway
 from gateway.keys.opening import open_key_store
 from gateway.loading import SettingsError, load_settings
 from gateway.reload import plan_reload
-from gateway.reloading import Reloader, SettingsSource
+from gateway.reloading import Reloader, SettingsSource, _Stamp
 from gateway.server.listener import Listener
 from gateway.settings import Settings
 from router.wire import ReplicaSpec
@@ -376,12 +376,12 @@ async def test_a_file_that_is_written_in_place_is_read_when_it_is_whole(
     file = tmp_path / "warmpath.yaml"
     file.write_text("aliases: {a: one}")
 
-    def stamp(_: Path | None) -> tuple[int, int, int, int]:
+    def stamp(_: Path | None) -> _Stamp:
         """Each look finds the file longer, until it is whole."""
         looks.append("")
         size = min(len(looks), 10)
         file.write_text("" if size < 10 else "aliases: {a: two}")
-        return (1, 1, 1, size)
+        return _Stamp(1, 1, 1, size)
 
     monkeypatch.setattr("gateway.reloading._POLL_S", 0.001)
     monkeypatch.setattr("gateway.reloading._stamp", stamp)
@@ -446,6 +446,15 @@ async def test_fifty_changes_while_all_ask_for_a_reload_end_with_the_last_one(tm
         assert {answer.status_code for answer in answers} <= {200, 400}
         assert (await running.config())["aliases"] == {"last": MODEL}
         assert (await running.chat("last")).status_code == 200
+
+
+async def test_a_file_that_was_cut_to_nothing_is_no_settings(tmp_path: Path) -> None:
+    async with stub(says("hi")) as replica, served(tmp_path, replicas=[at(replica, "r")]) as running:
+        await running.healthy("r")
+        running.file.write_text("")
+
+        assert (await running.reload()).status_code == 400
+        assert (await running.chat()).status_code == 200
 
 
 async def test_settings_from_elsewhere_can_be_wrong_too(tmp_path: Path) -> None:
