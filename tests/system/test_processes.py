@@ -262,7 +262,7 @@ async def test_settings_that_change_are_in_force_in_every_process_at_once(served
                 refused = admin.post("/reload")
             still = await asyncio.gather(*(complete(client, f"alias {n}", model="gpt") for n in range(24)))
     finally:
-        config.write_text("")
+        config.write_text("aliases: {}")
         with served.admin as admin:
             admin.post("/reload").raise_for_status()
 
