@@ -30,7 +30,7 @@ from gateway.keys.opening import open_key_store
 from gateway.planes.control import ControlPlane, build_control_plane
 from gateway.planes.data import DataPlane, build_data_plane, client_server
 from gateway.planes.knowledge import Knowledge, build_knowledge, unready
-from gateway.reloading import Reloader, SettingsSource
+from gateway.reloader import Reloader, SettingsSource
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.serving import keep_freed_memory, listening, make_server, spare_collections

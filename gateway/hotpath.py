@@ -42,6 +42,7 @@ from gateway.server.asgi import (
     ClientGone,
     Header,
     Reply,
+    last_header,
     read_body,
     request_id,
     require_json,
@@ -367,7 +368,5 @@ def authenticate(authenticator: Authenticator | None, scope: Scope, needs: KeySc
 
 def _client_retries(scope: Scope) -> int:
     """What OpenAI's SDKs say when they try again; 0 for anything else."""
-    for name, value in scope["headers"]:
-        if name == b"x-stainless-retry-count":
-            return int(value) if value.isdigit() and len(value) <= _MAX_RETRY_DIGITS else 0
-    return 0
+    value = last_header(scope, b"x-stainless-retry-count")
+    return int(value) if value is not None and value.isdigit() and len(value) <= _MAX_RETRY_DIGITS else 0

@@ -1,4 +1,4 @@
-"""Everything that can be set, as one frozen value. `gateway.loading` makes it out of a file, the environment and flags."""
+"""Everything that can be set, as one frozen value. `gateway.settings_loader` makes it of a file, variables and flags."""
 
 from __future__ import annotations
 

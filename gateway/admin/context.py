@@ -13,7 +13,7 @@ from gateway.admin.registry import Registry
 from gateway.aliases import Aliases
 from gateway.keys import KeyStore
 from gateway.model_cards import ModelCards
-from gateway.reload import Plan
+from gateway.reload_plan import Plan
 from gateway.settings import Settings
 from router import Decision, ReplicaView, Router
 

@@ -31,6 +31,8 @@ class AnotherBody(Exception):
 class _Call(Generic[T]):
     body_digest: bytes
     answer: asyncio.Task[T]
+    forgetting: asyncio.TimerHandle
+    """Holds the call, and so its answer, until it is over or cancelled."""
 
 
 class Idempotency(Generic[T]):
@@ -47,14 +49,15 @@ class Idempotency(Generic[T]):
         digest = hashlib.sha256(body).digest()
         call = self._calls.get(place)
         if call is None:
-            call = self._begin(place, _Call(digest, asyncio.ensure_future(do())))
+            call = self._begin(place, digest, asyncio.ensure_future(do()))
         elif call.body_digest != digest:
             raise AnotherBody
         # A caller who leaves does not end it for the one who asks again.
         return await asyncio.shield(call.answer)
 
-    def _begin(self, place: tuple[str, bytes], call: _Call[T]) -> _Call[T]:
+    def _begin(self, place: tuple[str, bytes], digest: bytes, answer: asyncio.Task[T]) -> _Call[T]:
         def forget() -> None:
+            call.forgetting.cancel()
             if self._calls.get(place) is call:
                 del self._calls[place]
 
@@ -62,9 +65,10 @@ class Idempotency(Generic[T]):
             if answer.cancelled() or answer.exception() is not None:
                 forget()
 
-        call.answer.add_done_callback(done)
-        asyncio.get_running_loop().call_later(self._kept_s, forget)
+        call = _Call(digest, answer, asyncio.get_running_loop().call_later(self._kept_s, forget))
+        answer.add_done_callback(done)
         self._calls[place] = call
         if len(self._calls) > _MAX_KEPT:
-            self._calls.popitem(last=False)
+            _, oldest = self._calls.popitem(last=False)
+            oldest.forgetting.cancel()
         return call

@@ -25,7 +25,7 @@ from gateway.admin.live import ServerSentEvents
 from gateway.admin.rest import Call, Endpoint
 from gateway.api_document import Needs
 from gateway.api_error import ApiError
-from gateway.loading import SettingsError
+from gateway.settings_loader import SettingsError
 from gateway.telemetry import CONTENT_TYPE
 from router import ReplicaView
 

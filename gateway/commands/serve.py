@@ -10,10 +10,10 @@ import uvloop
 
 from gateway.app import run_gateway
 from gateway.keys import KeyStoreError
-from gateway.loading import SettingsError, load_settings, redacted
 from gateway.processes.supervising import run_supervisor
-from gateway.reloading import SettingsSource
+from gateway.reloader import SettingsSource
 from gateway.serving import configure_logging
+from gateway.settings_loader import SettingsError, load_settings, redacted
 
 __all__ = ["serve"]
 

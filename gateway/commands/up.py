@@ -28,7 +28,7 @@ import msgspec
 
 from gateway.keys import KeyKind, KeyStoreError
 from gateway.keys.opening import open_key_store
-from gateway.loading import SettingsError, load_settings
+from gateway.settings_loader import SettingsError, load_settings
 
 __all__ = ["up"]
 

@@ -65,7 +65,7 @@ class KeyRing:
         self._records = tuple(records)
         self._by_id = {record.id: (record, bytes.fromhex(record.digest)) for record in self._records}
         self._mark = os.urandom(32)
-        """Nobody else can make the digests in"""
+        """The key of `_let_in`'s digests: nobody outside can make two headers that share one."""
         self._let_in: dict[bytes, KeyRecord] = {}
         self._salts: dict[str, str] = {}
 

@@ -25,7 +25,7 @@ from gateway.keys import KeyStore, KeyStoreError
 from gateway.keys.opening import given_keys
 from gateway.planes.explainer import Explainer
 from gateway.planes.knowledge import Knowledge
-from gateway.reloading import Reloader, SettingsSource
+from gateway.reloader import Reloader, SettingsSource
 from gateway.repeating import repeat
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry

@@ -21,9 +21,9 @@ from gateway.dispatch import Dispatcher, Record
 from gateway.homes import Homes
 from gateway.hotpath import Access, HotPath
 from gateway.keys import RingSource
-from gateway.limiting import build_limiter, limit_rules, limiter_running
 from gateway.limits import LedgerLink, Limiter
 from gateway.planes.knowledge import Knowledge
+from gateway.planes.limiter import build_limiter, limit_rules, limiter_running
 from gateway.public import public_app, public_routes
 from gateway.queue_gauges import queue_gauges
 from gateway.retries import Quarantine

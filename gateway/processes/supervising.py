@@ -27,7 +27,7 @@ from gateway.processes.merged_metrics import families_of
 from gateway.processes.messages import Batch, Finished, Message
 from gateway.processes.shared_router import SharedRouter
 from gateway.processes.supervisor import Supervisor, announcing
-from gateway.reloading import SettingsSource
+from gateway.reloader import SettingsSource
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
 from gateway.serving import bound, listening, make_server, spare_collections
 from gateway.settings import Settings

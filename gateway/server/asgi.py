@@ -27,6 +27,7 @@ __all__ = [
     "Reply",
     "error_headers",
     "header",
+    "last_header",
     "new_request_id",
     "read_body",
     "request_id",
@@ -75,9 +76,14 @@ def _by_name(scope: Scope) -> dict[bytes, bytes]:
     return found
 
 
+def last_header(scope: Scope, name: bytes) -> bytes | None:
+    """The value of a header that only informs: of a repeated one the last, None when absent."""
+    return _by_name(scope).get(name)
+
+
 def request_id(scope: Scope) -> str:
     """The caller's x-request-id if it is sane, else a new one."""
-    value = _by_name(scope).get(b"x-request-id")
+    value = last_header(scope, b"x-request-id")
     return value.decode() if value is not None and _SANE_ID.fullmatch(value) else new_request_id()
 
 

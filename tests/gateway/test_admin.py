@@ -1,8 +1,10 @@
 import asyncio
 import dataclasses
+import gc
 import json
 import logging
 import time
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +31,10 @@ from gateway.dispatch import Record
 from gateway.keys import GivenKey, KeyKind, KeyRecord, KeyStoreError
 from gateway.keys.file_storage import FileStorage
 from gateway.keys.opening import open_key_store
-from gateway.loading import SettingsError, load_settings
 from gateway.model_cards import ModelCards
-from gateway.reload import Plan
+from gateway.reload_plan import Plan
 from gateway.settings import Settings
+from gateway.settings_loader import SettingsError, load_settings
 from gateway.telemetry import Telemetry, render
 from router import Candidate, Decision, Outcome, Query, ReplicaView, Router, Trust
 from router.wire import Hello, Load, ReplicaSpec
@@ -986,6 +988,23 @@ async def test_a_call_that_failed_may_be_sent_again(admin: Admin, monkeypatch: p
 
     assert (failed.status_code, failed.headers["x-should-retry"]) == (503, "false")
     assert again.status_code == 201
+
+
+async def test_an_answer_that_made_room_for_another_is_nowhere_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.admin.idempotency._MAX_KEPT", 1)
+
+    class Answer:
+        pass
+
+    async def answer() -> Answer:
+        return Answer()
+
+    calls: Idempotency[Answer] = Idempotency()
+    first = weakref.ref(await calls.once("me", b"1", b"", answer))
+    await calls.once("me", b"2", b"", answer)
+    gc.collect()
+
+    assert first() is None
 
 
 async def test_answers_to_repeated_calls_are_few_and_forgotten() -> None:

@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from gateway.aliases import Aliases
-from gateway.loading import SettingsError, load_settings
 from gateway.openai import parse_request
+from gateway.settings_loader import SettingsError, load_settings
 from tests.gateway.stub import DONE, MODEL, USAGE, event, gateway, response, says, streams, stub, writes
 
 BODY = b'{ "messages": [{"role":"user","content":"h\\u00e9llo"}], "model":"gpt-4o" , "x": 1.50, "stream": true}'

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from gateway.commands.serve import serve
-from gateway.loading import load_settings
 from gateway.settings import Settings
+from gateway.settings_loader import load_settings
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 TEXTS = {file.name: file.read_text() for file in sorted(FOLDER.glob("*.yaml"))}

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from gateway.admin.registry import Registrant
 from gateway.app import build_gateway
 from gateway.keys.opening import open_key_store
-from gateway.loading import SettingsError, load_settings
-from gateway.reload import plan_reload
-from gateway.reloading import Reloader, SettingsSource, _Stamp
+from gateway.reload_plan import plan_reload
+from gateway.reloader import Reloader, SettingsSource, _Stamp
 from gateway.server.listener import Listener
 from gateway.settings import Settings
+from gateway.settings_loader import SettingsError, load_settings
 from router.wire import ReplicaSpec
 from tests.gateway.stub import MODEL, StubReplica, hangs, says, stub
 from tests.serving import eventually, serving
@@ -341,7 +341,7 @@ async def test_a_file_that_changes_is_read_also_behind_a_link_that_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kubernetes mounts a ConfigMap as file -> ..data/file, ..data -> ..2026_11_30, and turns ..data."""
-    monkeypatch.setattr("gateway.reloading._POLL_S", 0.01)
+    monkeypatch.setattr("gateway.reloader._POLL_S", 0.01)
     mounted = tmp_path / "mounted"
     for name, text in (("..1", "aliases: {a: one}\n"), ("..2", "aliases: {a: two}\n")):
         (mounted / name).mkdir(parents=True)
@@ -383,8 +383,8 @@ async def test_a_file_that_is_written_in_place_is_read_when_it_is_whole(
         file.write_text("" if size < 10 else "aliases: {a: two}")
         return _Stamp(1, 1, 1, size)
 
-    monkeypatch.setattr("gateway.reloading._POLL_S", 0.001)
-    monkeypatch.setattr("gateway.reloading._stamp", stamp)
+    monkeypatch.setattr("gateway.reloader._POLL_S", 0.001)
+    monkeypatch.setattr("gateway.reloader._stamp", stamp)
     values: list[dict[str, str]] = []
     reloader = Reloader(
         load_settings(file),

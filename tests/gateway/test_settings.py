@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from gateway.admin.addresses import PortRange
-from gateway.loading import SettingsError, load_settings, redacted
 from gateway.settings import Settings, TracingSettings
+from gateway.settings_loader import SettingsError, load_settings, redacted
 from router import RoutingSettings
 from router.wire import ReplicaSpec
 

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from gateway.limiting import build_limiter, limit_rules
 from gateway.limits import LeasingLimiter, LocalLimiter, Quota
-from gateway.loading import SettingsError, load_settings, redacted
+from gateway.planes.limiter import build_limiter, limit_rules
 from gateway.settings import Settings
+from gateway.settings_loader import SettingsError, load_settings, redacted
 from tests.gateway.limits.ledgers import Clock, supervised
 
 URL = "redis://:hidden-password@127.0.0.1:1/0"

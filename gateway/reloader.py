@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gateway.loading import SettingsError
-from gateway.reload import Plan, plan_reload
+from gateway.reload_plan import Plan, plan_reload
 from gateway.settings import Settings
+from gateway.settings_loader import SettingsError
 
 __all__ = ["Reloader", "SettingsSource"]
 
