@@ -1,4 +1,4 @@
-"""One request on a client's connection, as its ASGI app sees it: `receive` gives the body, `send` takes the answer.
+"""One request on a client's connection: an `Exchange` for a route that needs no ASGI, `receive` and `send` for any other app.
 
 Knows no parser, no limits and no other request; what it asks of its connection is `Carrier`.
 
@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from starlette.types import ASGIApp, Message, Scope
 
 from gateway.api_error import ApiError
-from gateway.server.asgi import ANSWER_EXTENSION, DISCONNECT_EXTENSION, WRITE_EXTENSION
+from gateway.server.exchange import ClientGone, Header, Route, check_size
 
 __all__ = ["HIGH_WATER_BYTES", "Carrier", "Cycle", "encode_error"]
 
@@ -25,8 +25,6 @@ _log = logging.getLogger("warmpath.listener")
 
 HIGH_WATER_BYTES: Final = 64 << 10
 """Body bytes that may wait for the app; beyond, the socket is left unread."""
-
-Header = tuple[bytes, bytes]
 
 _STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus
@@ -57,6 +55,7 @@ class Carrier(Protocol):
 
 class Cycle:
     __slots__ = (
+        "_announced_bytes",
         "_answered",
         "_body",
         "_body_ended",
@@ -68,26 +67,45 @@ class Cycle:
         "_is_http11",
         "_left",
         "_on_gone",
+        "_quiet_bytes",
+        "_route",
         "_waiter",
         "gone",
         "keep_alive",
+        "most_waiting_bytes",
         "scope",
         "waiting_bytes",
     )
 
-    def __init__(self, carrier: Carrier, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        scope: Scope,
+        route: Route | None,
+        announced_bytes: int = 0,
+        *,
+        keep_alive: bool,
+        expects_continue: bool = False,
+    ) -> None:
+        """`route`: None where an ASGI app answers. `announced_bytes`: of the body; 0 where its length is not known before."""
         self.scope = scope
         self.keep_alive = keep_alive
         """Whether the connection may carry another request after this one."""
         self.gone = False
         """Whether the client left before its answer was complete."""
         self._carrier = carrier
+        self._route = route
         self._expects_continue = expects_continue
         self._is_http11 = scope["http_version"] == "1.1"
         # The request.
+        self._announced_bytes = announced_bytes
         self._body: list[bytes] = []
         self.waiting_bytes = 0
         """Of the body, that the app has not taken. Counted, since a body may come in chunks of one byte."""
+        self.most_waiting_bytes = HIGH_WATER_BYTES
+        """Beyond, the socket is left unread."""
+        self._quiet_bytes = 0
+        """Up to here no piece of the body wakes up who waits for it."""
         self._body_ended = False
         self._body_taken = False
         self._waiter: asyncio.Future[None] | None = None
@@ -97,11 +115,6 @@ class Cycle:
         self._answered = False
         self._chunked = False
         self._left: int | None = None
-        scope["extensions"] = {
-            DISCONNECT_EXTENSION: self.watch,
-            WRITE_EXTENSION: self.try_write,
-            ANSWER_EXTENSION: self.try_answer,
-        }
 
     # --- called by the connection
 
@@ -119,7 +132,8 @@ class Cycle:
         if not self._answered:
             self._body.append(data)
             self.waiting_bytes += len(data)
-            self._wake()
+            if self.waiting_bytes > self._quiet_bytes:
+                self._wake()
 
     def feed_end(self) -> None:
         self._body_ended = True
@@ -136,7 +150,10 @@ class Cycle:
 
     async def run(self, app: ASGIApp) -> None:
         try:
-            await app(self.scope, self.receive, self.send)
+            if self._route is not None:
+                await self._route(self)
+            else:
+                await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:  # the server stops
             if not self._answered:
                 self._carrier.abort()
@@ -149,56 +166,72 @@ class Cycle:
             self._carrier.abort()
         else:
             error = ApiError(500, "internal_error", "The gateway failed to handle this request.")
-            await self.send({"type": "http.response.start", "status": 500, "headers": [_JSON]})
-            await self.send({"type": "http.response.body", "body": error.body()})
+            await self.start(500, [_JSON])
+            await self.write(error.body(), more=False)
 
     def _drop_body(self) -> None:
         self._body.clear()
         self.waiting_bytes = 0
 
+    def _take_body(self) -> bytes:
+        """What is here of it."""
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._drop_body()
+        self._body_taken = self._body_ended
+        return body
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # --- called by the app
+    async def _wait(self) -> None:
+        """For more of the body, its end, or the client's."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _say_continue(self) -> None:
+        """To a client that waits to be told that its body is wanted."""
+        if self._expects_continue and not self.begun and not self.gone:
+            self._expects_continue = False
+            self._carrier.write(_CONTINUE)
+
+    # --- called by the route, as `Exchange` says
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Call `on_gone`, once, when the client leaves before its answer is complete; at once if it has. None: no more."""
         self._on_gone = on_gone
         if on_gone is not None and self.gone:
             on_gone()
 
-    async def receive(self) -> Message:
-        if self._expects_continue and not self.begun and not self.gone:
-            self._expects_continue = False
-            self._carrier.write(_CONTINUE)
-        while not (self.gone or self._answered):
-            if self._body or (self._body_ended and not self._body_taken):
-                body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-                self._drop_body()
-                self._body_taken = self._body_ended
-                self._carrier.resume_reading()
-                return {"type": "http.request", "body": body, "more_body": not self._body_ended}
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return {"type": "http.disconnect"}
+    def try_take_body(self, limit: int) -> bytes | None:
+        if not self._body_ended or self._expects_continue or self.gone:
+            return None
+        check_size(self.waiting_bytes, limit)
+        self._carrier.resume_reading()
+        return self._take_body()
 
-    async def send(self, message: Message) -> None:
-        if self._carrier.write_paused:
-            await self._carrier.drain()
-        if self.gone:
-            await asyncio.sleep(0)  # an app that never waits for anything must not hold the loop for a client that left
-            return
-        if message["type"] == "http.response.start":
-            self._start(message["status"], message.get("headers", ()))
-        else:
-            self._write_body(message.get("body", b""), more=message.get("more_body", False))
+    async def read_body(self, limit: int) -> bytes:
+        check_size(self._announced_bytes, limit)
+        self._say_continue()
+        self.most_waiting_bytes = self._quiet_bytes = limit
+        self._carrier.resume_reading()
+        while not self.gone:
+            check_size(self.waiting_bytes, limit)
+            if self._body_ended:
+                return self._take_body()
+            await self._wait()
+        raise ClientGone
+
+    def try_answer(self, status: int, headers: Sequence[Header], body: bytes) -> bool:
+        if self.gone or self._carrier.write_paused:
+            return False
+        self._start(status, headers)
+        self._write_body(body, more=False)
+        return True
 
     def try_write(self, data: bytes) -> bool:
-        """A piece of the body, now; False, and nothing is written, when the client is behind or gone."""
         if self.gone or self._carrier.write_paused:
             return False
         if self._chunked and data and not self._answered:  # nearly always: the head is out, and no length is kept
@@ -207,13 +240,41 @@ class Cycle:
             self._write_body(data, more=True)
         return True
 
-    def try_answer(self, status: int, headers: Iterable[Header], body: bytes) -> bool:
-        """A whole answer, now; False, and nothing is written, when the client is behind or gone."""
-        if self.gone or self._carrier.write_paused:
-            return False
-        self._start(status, headers)
-        self._write_body(body, more=False)
-        return True
+    async def start(self, status: int, headers: Iterable[Header]) -> None:
+        if await self._may_write():
+            self._start(status, headers)
+
+    async def write(self, data: bytes, *, more: bool) -> None:
+        if await self._may_write():
+            self._write_body(data, more=more)
+
+    async def _may_write(self) -> bool:
+        """When the client has taken most of what there was; False if it is gone."""
+        if self._carrier.write_paused:
+            await self._carrier.drain()
+        if self.gone:
+            await asyncio.sleep(0)  # an app that never waits for anything must not hold the loop for a client that left
+        return not self.gone
+
+    # --- called by an ASGI app
+
+    async def receive(self) -> Message:
+        self._say_continue()
+        while not (self.gone or self._answered):
+            if self._body or (self._body_ended and not self._body_taken):
+                body = self._take_body()
+                self._carrier.resume_reading()
+                return {"type": "http.request", "body": body, "more_body": not self._body_ended}
+            await self._wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self.start(message["status"], message.get("headers", ()))
+        else:
+            await self.write(message.get("body", b""), more=message.get("more_body", False))
+
+    # --- the answer
 
     def _start(self, status: int, headers: Iterable[Header]) -> None:
         if self._head is not None:
