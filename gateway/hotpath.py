@@ -159,10 +159,10 @@ class HotPath:
             method=head.method,
             client_retries=head.client_retries,
         )
-        task = cast("asyncio.Task[None]", asyncio.current_task())
+        task = exchange.task
         self._running.add(task)
         try:
-            await self._answer(head, exchange, reply, record, task)
+            await self._answer(head, exchange, reply, record)
             record.status = reply.status or 0
         except ApiError as error:
             record.error_code = error.code
@@ -190,9 +190,7 @@ class HotPath:
             record.duration_s = self._clock() - record.started_at
             self._on_finish(record)
 
-    async def _answer(
-        self, head: HotHead, exchange: Exchange, reply: Reply, record: Record, task: asyncio.Task[None]
-    ) -> None:
+    async def _answer(self, head: HotHead, exchange: Exchange, reply: Reply, record: Record) -> None:
         client = self._client(head)
         key, caller, standing = client.key, client.caller, client.standing
         owner = record.tenant = client.tenant
@@ -234,7 +232,7 @@ class HotPath:
                 home=home,
             )
 
-        with while_connected(exchange, reply, task):
+        with while_connected(exchange, reply):
             if request.endpoint in _TOKENIZING:
                 with await self._admit(caller, request, _NOTHING_TO_COMPUTE, reply, record):
                     if (tokens := await self._tokenizing.answer(request, pool)) is not None:

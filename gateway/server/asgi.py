@@ -120,6 +120,8 @@ class AsgiExchange:
     """An `Exchange` over any ASGI server. A task waits for ``http.disconnect``; nothing is written without waiting."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Made in the task that answers."""
+        self.task = cast("asyncio.Task[None]", asyncio.current_task())
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -165,11 +167,10 @@ class while_connected:  # noqa: N801
 
     __slots__ = ("_cancelling", "_exchange", "_gone", "_reply", "_task")
 
-    def __init__(self, exchange: Exchange, reply: Reply, task: asyncio.Task[None] | None = None) -> None:
-        """`task`: the one that runs here, from who has it already."""
+    def __init__(self, exchange: Exchange, reply: Reply) -> None:
         self._exchange = exchange
         self._reply = reply
-        self._task = task or cast("asyncio.Task[None]", asyncio.current_task())
+        self._task = exchange.task
         self._gone = False
 
     def __enter__(self) -> None:

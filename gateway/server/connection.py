@@ -248,27 +248,30 @@ class Connection(asyncio.Protocol):
             return data
         length, begin = found
         self._head = known.head
-        cycle = self._receiving = Cycle(
-            self, known.scope, known.route, length, keep_alive=not (self._stopping or self._hub.draining)
-        )
-        self._body_bytes = 0
+        cycle = Cycle(self, known.scope, known.route, length, keep_alive=not (self._stopping or self._hub.draining))
+        end = begin + length
+        if end <= len(data):  # nearly always
+            self._wait_for(_Stage.ANSWER)
+            cycle.feed_body(data[begin:end])
+            cycle.feed_end()
+            self._start(cycle)
+            return data[end:]
         self._wait_for(_Stage.BODY)
-        self._start(cycle)
+        self._receiving = cycle
+        self._body_bytes = 0
         self._owed_bytes = length
+        self._start(cycle)
         return self._take_owed(data[begin:])
 
     def _take_owed(self, data: bytes) -> bytes:
         """The next piece of the body. Returns what is behind it."""
-        piece, rest = (data, b"") if len(data) <= self._owed_bytes else self._cut(data)
-        self._owed_bytes -= len(piece)
-        if piece:
-            self.on_body(piece)
+        owed = self._owed_bytes
+        if data:
+            self.on_body(data[:owed])
+        self._owed_bytes -= min(owed, len(data))
         if not self._owed_bytes:
             self.on_message_complete()
-        return rest
-
-    def _cut(self, data: bytes) -> tuple[bytes, bytes]:
-        return data[: self._owed_bytes], data[self._owed_bytes :]
+        return data[owed:]
 
     # --- the parser
 
@@ -375,9 +378,8 @@ class Connection(asyncio.Protocol):
 
     def _start(self, cycle: Cycle) -> None:
         self._current = cycle
-        task = self.loop.create_task(cycle.run(self._app))
-        self._server_state.tasks.add(task)
-        task.add_done_callback(self._server_state.tasks.discard)
+        cycle.task = self.loop.create_task(cycle.run(self._app))
+        self._server_state.tasks.add(cycle.task)
 
     def finished(self) -> None:
         """See `Carrier`."""
@@ -439,6 +441,9 @@ class Connection(asyncio.Protocol):
     async def drain(self) -> None:
         if not self._transport.is_closing():
             await self._writable.wait()
+
+    def forget(self, task: asyncio.Task[None]) -> None:
+        self._server_state.tasks.discard(task)
 
     def resume_reading(self) -> None:
         if self._read_paused:

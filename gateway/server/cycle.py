@@ -29,6 +29,7 @@ HIGH_WATER_BYTES: Final = 64 << 10
 _STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus
 }
+_BODILESS: Final = frozenset({204, 304})
 _JSON: Final = (b"content-type", b"application/json")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -48,6 +49,9 @@ class Carrier(Protocol):
 
     def finished(self) -> None:
         """The answer is written whole: the next request may begin, or the connection closes."""
+
+    def forget(self, task: asyncio.Task[None]) -> None:
+        """It has nothing left to do."""
 
     def abort(self) -> None:
         """The answer cannot be completed: the client must not take it for whole."""
@@ -74,6 +78,7 @@ class Cycle:
         "keep_alive",
         "most_waiting_bytes",
         "scope",
+        "task",
         "waiting_bytes",
     )
 
@@ -88,6 +93,8 @@ class Cycle:
         expects_continue: bool = False,
     ) -> None:
         """`route`: None where an ASGI app answers. `announced_bytes`: of the body; 0 where its length is not known before."""
+        self.task: asyncio.Task[None]
+        """The one that answers it. Set when that begins."""
         self.scope = scope
         self.keep_alive = keep_alive
         """Whether the connection may carry another request after this one."""
@@ -154,12 +161,20 @@ class Cycle:
                 await self._route(self)
             else:
                 await app(self.scope, self.receive, self.send)
+            if not self._answered:
+                await self._give_up()
         except asyncio.CancelledError:  # the server stops
             if not self._answered:
                 self._carrier.abort()
             raise
         except Exception:
             _log.exception("the app failed on %s %s", self.scope["method"], self.scope["path"])
+            await self._give_up()
+        finally:
+            self._carrier.forget(self.task)
+
+    async def _give_up(self) -> None:
+        """Of an app that left an answer unfinished."""
         if self._answered or self.gone:
             return
         if self.begun:
@@ -227,8 +242,16 @@ class Cycle:
     def try_answer(self, status: int, headers: Sequence[Header], body: bytes) -> bool:
         if self.gone or self._carrier.write_paused:
             return False
-        self._start(status, headers)
-        self._write_body(body, more=False)
+        if self.scope["method"] == "HEAD" or status in _BODILESS:
+            self._start(status, headers)
+            self._write_body(body, more=False)
+            return True
+        if self._head is not None:
+            raise RuntimeError("an answer starts once")
+        head = _encode_head(status, headers)
+        self._head, self._left = b"", 0
+        self._carrier.write(b"%bcontent-length: %d\r\n%b%b" % (head, len(body), self._last_line(), body))
+        self._end()
         return True
 
     def try_write(self, data: bytes) -> bool:
@@ -279,20 +302,17 @@ class Cycle:
     def _start(self, status: int, headers: Iterable[Header]) -> None:
         if self._head is not None:
             raise RuntimeError("an answer starts once")
-        lines = [_STATUS_LINES[status]]
-        num_lines = 1
-        for name, value in headers:
+        sent = []
+        for header in headers:
+            name, value = header
             if name == b"content-length":
                 self._left = int(value)
             elif name == b"connection":
                 self.keep_alive = False
                 continue
-            lines += (name, b": ", value, b"\r\n")
-            num_lines += 1
-        head = b"".join(lines)
-        if not head.count(b"\n") == head.count(b"\r") == num_lines or b"\0" in head:
-            raise RuntimeError("a header of an answer holds a line break or NUL")
-        if self.scope["method"] == "HEAD" or status in (204, 304):
+            sent.append(header)
+        head = _encode_head(status, sent)
+        if self.scope["method"] == "HEAD" or status in _BODILESS:
             self._left = 0
         self._head = head
 
@@ -316,10 +336,14 @@ class Cycle:
         if head or data:
             self._carrier.write(head + data)
         if not more:
-            self._answered = True
+            self._end()
+
+    def _end(self) -> None:
+        self._answered = True
+        if self._body:
             self._drop_body()
-            self._wake()
-            self._carrier.finished()
+        self._wake()
+        self._carrier.finished()
 
     def _complete_head(self, head: bytes, data: bytes, more: bool) -> bytes:
         """With how the body ends, and whether the connection does."""
@@ -333,9 +357,24 @@ class Cycle:
                 framing = b"transfer-encoding: chunked\r\n"
             else:
                 self.keep_alive = False
+        return b"%b%b%b" % (head, framing, self._last_line())
+
+    def _last_line(self) -> bytes:
+        """Of the head: whether the connection ends with this answer."""
         if not self._body_ended:
             self.keep_alive = False  # the rest of the request would be read as the next one
-        return b"%b%b%b" % (head, framing, b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        return b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+
+
+def _encode_head(status: int, headers: Sequence[Header]) -> bytes:
+    """Without its last line. Raises RuntimeError for what would end a header before its end."""
+    lines = [_STATUS_LINES[status]]
+    for name, value in headers:
+        lines += (name, b": ", value, b"\r\n")
+    head = b"".join(lines)
+    if not head.count(b"\n") == head.count(b"\r") == len(headers) + 1 or b"\0" in head:
+        raise RuntimeError("a header of an answer holds a line break or NUL")
+    return head
 
 
 def encode_error(error: ApiError, headers: Iterable[Header]) -> bytes:

@@ -7,6 +7,7 @@ server gives the same through `gateway.server.asgi.AsgiExchange`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,10 @@ class ClientGone(Exception):
 
 
 class Exchange(Protocol):
+    @property
+    def task(self) -> asyncio.Task[None]:
+        """The one that answers."""
+
     def try_take_body(self, limit: int) -> bytes | None:
         """The body, once, where all of it is here; None: `read_body`. Raises `ApiError` 413."""
 

@@ -1,5 +1,6 @@
 """A stream between a transport and a server that push; clients keep up, fall behind or are served by another server."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -60,6 +61,10 @@ class Client:
     def _clock(self) -> float:
         self.now += 1.0
         return self.now
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        raise NotImplementedError
 
     def try_take_body(self, limit: int) -> bytes | None:
         raise NotImplementedError
