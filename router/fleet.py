@@ -412,8 +412,15 @@ class Replica:
             self.accuracy.count(predicted, cached)
             if self.reports_cached:
                 uncached = prompt_tokens - cached
-        if self.load is None and uncached is not None and reservation.clean_s is not None:
-            self.pace.learn(uncached, reservation.clean_s)
+        if self.load is None and uncached is not None:
+            self._learn_pace(reservation, uncached)
+
+    def _learn_pace(self, reservation: Reservation, uncached_tokens: int) -> None:
+        if reservation.clean_s is not None:
+            self.pace.learn(uncached_tokens, reservation.clean_s)
+        elif reservation.prefill_s is not None and uncached_tokens >= _HEAVY_TOKENS:
+            self.pace.learn_bound(uncached_tokens, reservation.prefill_s)
+        if self.pace.samples:  # bounds alone are no measurement: it may be any number of times faster
             self.rate, self.fixed_s = self.pace.tok_s, self.pace.fixed_s
 
     def cached_of(self, reservation: Reservation, cached_tokens: int | None, prompt_tokens: int) -> int | None:
