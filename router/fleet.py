@@ -21,6 +21,7 @@ from router.breaker import Breaker, BreakerState, Pass, Verdict
 from router.index import Holding
 from router.learning import MAX_TOK_S, MIN_TOK_S, CacheSize, Pace
 from router.settings import RoutingSettings
+from router.text_index import TextHolding
 from router.trust import Accuracy, EventStream, Snapshot, Trust
 from router.wire import Hello, Load, ReplicaSpec
 
@@ -168,7 +169,9 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 class Replica:
     """State of one replica and the rules that concern it alone. Changed only through `Router`."""
 
-    def __init__(self, replica_id: str, spec: ReplicaSpec, holding: Holding, settings: RoutingSettings) -> None:
+    def __init__(
+        self, replica_id: str, spec: ReplicaSpec, holding: Holding | TextHolding, settings: RoutingSettings
+    ) -> None:
         self.id = replica_id
         self.spec = spec
         self.holding = holding
