@@ -83,6 +83,8 @@ class Breaker:
         self._ejections = 0
         self._closed_at = 0.0
         self._generation = 0
+        self._permit = Pass(0, False)
+        """Of all that begins in this generation but for its trial."""
 
     def configure(self, eject_after: int, eject_s: float, max_eject_s: float) -> None:
         """Of the next failures and ejections; one under way ends when it was to end."""
@@ -98,10 +100,10 @@ class Breaker:
 
     def begin(self, now: float) -> Pass:
         """A request is sent, admitted or not."""
-        trial = self.state is _O and now >= self.until
-        if trial:
+        if self.state is _O and now >= self.until:
             self._move(_Event.TRY)
-        return Pass(self._generation, trial)
+            return Pass(self._generation, True)
+        return self._permit
 
     def first_byte(self, permit: Pass, now: float) -> None:
         """Enough to let an ejected replica back in. Not enough to forgive failures: it may break every answer half way."""
@@ -113,9 +115,9 @@ class Breaker:
             return
         if verdict is Verdict.GOOD:
             self._failures = 0
-            if self.state is not _C:
+            if self.state is not _C:  # most ends are those of a replica that is well: nothing moves
                 self._closed_at = now
-            self._move(_Event.GOOD)
+                self._move(_Event.GOOD)
         elif verdict is Verdict.BAD:
             self._fail(permit, now)
         elif permit.trial:
@@ -150,3 +152,4 @@ class Breaker:
         if state is not self.state:
             self.state = state
             self._generation += 1
+            self._permit = Pass(self._generation, False)

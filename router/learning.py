@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median
 from typing import Final
 
 __all__ = ["MAX_TOK_S", "MIN_TOK_S", "CacheSize", "Density", "Pace"]
@@ -59,7 +58,8 @@ class Density:
         if num_bytes < _MIN_SAMPLE_BYTES or not num_bytes <= prompt_tokens * _MOST_BYTES <= num_bytes * _WIDEST:
             return False
         self._ratios.append(num_bytes / prompt_tokens)
-        self.bytes_per_token = median(self._ratios)
+        ranked = sorted(self._ratios)
+        self.bytes_per_token = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
         return True
 
 

@@ -369,29 +369,31 @@ class Router:
         Raises `UnknownReplica` when the replica left since the decision.
         """
         replica = self._known(decision.replica_id)
+        members = self._pools[replica.spec.model]
         self._drop_expired(replica, now)
         # Stamps tell one prompt's expected blocks from another's, so no two may be equal.
         self._last_stamp = max(now, math.nextafter(self._last_stamp, math.inf))
         self._begun += 1
         reservation = Reservation(
-            replica=replica,
-            request_id=request_id,
-            names=query.names,
-            stamp=self._last_stamp,
-            prompt_tokens=decision.prompt_tokens,
-            matched_tokens=decision.matched_tokens,
-            streamed=query.streamed,
-            begun_at=now,
-            permit=replica.breaker.begin(now),
-            num_bytes=query.num_bytes,
-            yields=query.yields and replica.spec.kind == "warmpath",
+            replica,
+            request_id,
+            query.names,
+            self._last_stamp,
+            decision.matched_tokens,
+            decision.prompt_tokens - decision.matched_tokens,
+            query.streamed,
+            now,
+            replica.breaker.begin(now),
+            query.num_bytes,
+            query.yields and replica.spec.kind == "warmpath",
         )
         replica.reserve(reservation)
         if replica.trust is not Trust.BLIND:
-            members = self._pools[replica.spec.model]
-            cap = min(members.capacity_of(replica), self._room.limit)
+            room = self._room
+            cap = min(members.capacity_of(replica), room.limit)
             reservation.last_sent = members.index.expect(replica.holding, query.names, reservation.stamp, cap)
-            self._make_room()
+            if room.used > room.limit:
+                self._make_room()
         return reservation
 
     def answered(self, reservation: Reservation, now: float) -> None:
@@ -535,7 +537,7 @@ class Router:
             wait = replica.wait_s(now, rate)
             if replica.yielding_tokens and not query.yields:
                 wait = min(wait, replica.firm_wait_s(now, rate))
-            why_not = "excluded" if replica.id in exclude else replica.why_not(now)
+            why_not = "excluded" if exclude and replica.id in exclude else replica.why_not(now)
             if not why_not and wait < least_wait:
                 least_wait = wait
             rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + fixed_s))
