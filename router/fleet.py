@@ -62,6 +62,12 @@ class _Stage(Enum):
     RELEASED = "released"
 
 
+# By names of their own: to look a member up in its enum takes 0.12 us (CPython 3.11), and a request does it thirty times.
+_OK, _PREFILL, _DECODE, _RELEASED = Outcome.OK, _Stage.PREFILL, _Stage.DECODE, _Stage.RELEASED
+_EXACT, _LEARNING, _BLIND = Trust.EXACT, Trust.LEARNING, Trust.BLIND
+_GOOD, _CLOSED = Verdict.GOOD, BreakerState.CLOSED
+
+
 class Reservation(msgspec.Struct, eq=False):
     """The work one request promised to one replica. Made by `Router.begin`, ended by `Router.finish`."""
 
@@ -84,7 +90,7 @@ class Reservation(msgspec.Struct, eq=False):
     """Of `Replica`: prompts with work begun there by its own begin. None: it was not alone even then."""
     alone: bool = False
     """No other prompt with work to do was there from its begin to its first byte."""
-    stage: _Stage = _Stage.PREFILL
+    stage: _Stage = _PREFILL
     admitted: bool = False
     prefill_s: float | None = None
 
@@ -212,8 +218,8 @@ class Replica:
     @property
     def trust(self) -> Trust:
         if self.hello is not None and self.indexed and self.stream.exact:
-            return Trust.EXACT
-        return Trust.BLIND if self.mismatch or not self.settings.learned_tokens else Trust.LEARNING
+            return _EXACT
+        return _BLIND if self.mismatch or not self.settings.learned_tokens else _LEARNING
 
     @property
     def capacity_blocks(self) -> int:
@@ -232,7 +238,7 @@ class Replica:
             return "cordoned"
         if self.draining:
             return "draining"
-        if self.breaker.state is not BreakerState.CLOSED and not self.breaker.admits(now):
+        if self.breaker.state is not _CLOSED and not self.breaker.admits(now):
             return "ejected"
         if now < self.busy_until:
             return "busy"
@@ -321,9 +327,9 @@ class Replica:
 
     def answered(self, reservation: Reservation, now: float) -> None:
         """Its first body byte came: its prompt is computed."""
-        if reservation.stage is _Stage.RELEASED:
+        if reservation.stage is _RELEASED:
             raise ReservationError(f"{reservation.request_id} was already finished")
-        if reservation.stage is _Stage.DECODE:
+        if reservation.stage is _DECODE:
             return
         self._leave_prefill(reservation, now)
         reservation.prefill_s = now - reservation.begun_at
@@ -338,18 +344,18 @@ class Replica:
         prompt_tokens: int | None = None,
     ) -> bool:
         """Release it; whether its prompt was computed. `prompt_tokens`: what the prompt came to, if now known better."""
-        if reservation.stage is _Stage.RELEASED:
+        if reservation.stage is _RELEASED:
             raise ReservationError(f"{reservation.request_id} was already finished")
-        computed = reservation.stage is _Stage.DECODE
+        computed = reservation.stage is _DECODE
         if not computed:
-            if outcome is Outcome.OK:  # a whole answer at once has its first byte here
+            if outcome is _OK:  # a whole answer at once has its first byte here
                 self.answered(reservation, now)
             else:
                 self._leave_prefill(reservation, now)
-        reservation.stage = _Stage.RELEASED
+        reservation.stage = _RELEASED
         self.inflight -= 1
-        if outcome is Outcome.OK:
-            self.breaker.end(reservation.permit, Verdict.GOOD, now)
+        if outcome is _OK:
+            self.breaker.end(reservation.permit, _GOOD, now)
             self._learn(reservation, cached_tokens, prompt_tokens or reservation.prompt_tokens)
             return True
         self.breaker.end(reservation.permit, Verdict.BAD if outcome is Outcome.FAILED else Verdict.NOTHING, now)
@@ -360,7 +366,7 @@ class Replica:
     def _leave_prefill(self, reservation: Reservation, now: float) -> None:
         if reservation is next(iter(self._prefilling)):
             self._first_since = now
-        reservation.stage = _Stage.DECODE
+        reservation.stage = _DECODE
         reservation.alone = reservation.heavy_before == self._heavy_begun
         uncached_tokens = reservation.uncached_tokens
         self._heavy -= uncached_tokens >= _HEAVY_TOKENS

@@ -97,6 +97,10 @@ class Pace:
         """
         if tokens >= 0 and -math.inf < seconds < _MUCH_SOONER * self.seconds(tokens):
             fixed_s, tok_s = self.fixed_s, self.tok_s
+            most_s = max(seconds, self.seconds(tokens) / _LEAP, _MIN_S)
+            # What is refuted is no prior any more: a thousand times too slow, it would count even with its small weight.
+            self._prior_fixed_s = min(self._prior_fixed_s, most_s)
+            self._prior_slope = min(self._prior_slope, most_s / max(tokens, 1))
             self._take(tokens, seconds)
             self.fixed_s, self.tok_s = min(self.fixed_s, fixed_s), max(self.tok_s, tok_s)
 

@@ -42,6 +42,9 @@ from router.wire import Batch, Frame, Hello, Load, ReplicaSpec
 __all__ = ["Decision", "Query", "Router", "UnknownReplica", "Unroutable"]
 
 
+_OK, _EXACT, _BLIND = Outcome.OK, Trust.EXACT, Trust.BLIND  # looked up once: `router.fleet` says why
+
+
 class UnknownReplica(LookupError):
     """There is no such replica."""
 
@@ -388,7 +391,7 @@ class Router:
             query.yields and replica.spec.kind == "warmpath",
         )
         replica.reserve(reservation)
-        if replica.trust is not Trust.BLIND:
+        if replica.trust is not _BLIND:
             room = self._room
             cap = min(members.capacity_of(replica), room.limit)
             reservation.last_sent = members.index.expect(replica.holding, query.names, reservation.stamp, cap)
@@ -418,7 +421,7 @@ class Router:
         """
         replica = reservation.replica
         members = self._pools[replica.spec.model] if self._replicas.get(replica.id) is replica else None
-        if members is None or outcome is not Outcome.OK:
+        if members is None or outcome is not _OK:
             computed = replica.finish(reservation, now, outcome, cached_tokens)
             if members is not None and not computed:
                 members.index.retract(replica.holding, reservation.names, reservation.stamp)
@@ -507,7 +510,7 @@ class Router:
             index.clear_confirmed(replica.holding)
             replica.stream.disown()
             replica.stale_at = math.inf
-        if replica.trust is Trust.EXACT:
+        if replica.trust is _EXACT:
             # Events come when a prompt is computed, so one that still waits keeps its blocks expected.
             index.expire(replica.holding, min(now - settings.optimistic_ttl_s, replica.oldest_stamp))
         else:
