@@ -120,6 +120,15 @@ def test_one_odd_answer_hardly_moves_a_pace_that_was_measured() -> None:
     assert pace.tok_s < 1.3 * 8000
 
 
+def test_prompts_that_were_cached_without_anybodys_knowing_do_not_outweigh_those_that_were_timed() -> None:
+    pace = Pace(0.02, 8000)
+    for _ in range(100):
+        pace.learn(4000, 0.52)
+        pace.learn_bound(4000, 0.05)
+
+    assert pace.tok_s < 1.2 * 8000
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 100_000), st.floats(0, 60)), max_size=20),
     st.lists(st.tuples(counts, seconds), min_size=1, max_size=20),
@@ -194,7 +203,7 @@ def test_a_fleet_whose_pace_was_mistaken_is_trusted_again_after_whole_answers() 
     answered_whole(router, 0, 4.0, streamed=True)
     assert router.prefill_tok_s("m") < 4000
 
-    for number in range(1, 11):
+    for number in range(1, 17):
         answered_whole(router, number, 0.02)
 
     assert router.prefill_tok_s("m") > 100_000
