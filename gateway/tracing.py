@@ -31,7 +31,7 @@ from router.trace_context import TraceContext, parse_traceparent
 if TYPE_CHECKING:
     from gateway.dispatch import Record
 
-__all__ = ["UNTRACED", "Attempt", "SpanExport", "Trace", "Tracer", "Value"]
+__all__ = ["TRACE_HEADERS", "UNTRACED", "Attempt", "SpanExport", "Trace", "Tracer", "Value"]
 
 Header = tuple[bytes, bytes]
 Value = str | int | float | bool | Sequence[str]
@@ -43,6 +43,9 @@ _OPERATIONS: Final[Mapping[str, str]] = {
     "/v1/embeddings": "embeddings",
 }
 """``gen_ai.operation.name``; others are named by their path."""
+
+TRACE_HEADERS: Final = frozenset({b"traceparent", b"tracestate", b"baggage"})
+"""All that `Tracer.begin` looks at."""
 
 _MAX_READ_BYTES: Final = 1 << 20
 """Of a body or answer that is looked at once more for a span's attributes: 1 ms. What is longer goes without them."""
@@ -181,7 +184,7 @@ class Tracer:
         self._draw = draw
 
     def begin(self, headers: Iterable[Header]) -> Trace:
-        """A request's trace, from its headers."""
+        """A request's trace, from its headers, or from those of `TRACE_HEADERS`."""
         given: list[bytes] = []
         others: list[Header] = []
         for pair in headers:
