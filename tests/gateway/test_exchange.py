@@ -19,6 +19,7 @@ from gateway.upstream.contract import (
     UpstreamTimeout,
 )
 from gateway.upstream.exchange import HIGH_WATER_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, Exchange
+from gateway.upstream.known_heads import KnownHeads
 from tests.gateway.splits import split
 
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
@@ -30,6 +31,7 @@ class Recorder:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.alarm = Alarm(self.loop)
+        self.heads = KnownHeads()
         self.flow: list[str] = []
         self.ended: list[str] = []
 
