@@ -24,13 +24,12 @@ from gateway.upstream.alarm import Alarm
 from gateway.upstream.contract import (
     Header,
     ProtocolViolation,
-    Ready,
     UpstreamClosed,
     UpstreamError,
     UpstreamRequest,
     UpstreamTimeout,
 )
-from gateway.upstream.known_heads import KnownHeads
+from gateway.upstream.known_head import KnownHead
 
 __all__ = ["HIGH_WATER_BYTES", "MAX_HEADERS", "MAX_HEAD_BYTES", "Carrier", "Exchange"]
 
@@ -53,7 +52,8 @@ class Carrier(Protocol):
 
     loop: asyncio.AbstractEventLoop
     alarm: Alarm
-    heads: KnownHeads
+    known_head: KnownHead
+    """Of the replica's answers."""
 
     def pause_reading(self) -> None: ...
 
@@ -72,7 +72,7 @@ class Exchange:
     The parser's callbacks (`on_*`) only note what they see. `feed` acts on it when the parser has returned, because what
     follows the end of an answer in the same bytes decides whether the connection can be used again.
 
-    An answer that comes whole, under a head like one before it, needs no parser (`KnownHeads`).
+    An answer that comes whole, under the head of the last one, needs no parser (`KnownHead`).
     """
 
     __slots__ = (
@@ -89,10 +89,10 @@ class Exchange:
         "_has_body",
         "_has_head",
         "_head_bytes",
-        "_heads",
         "_heard",
         "_interim",
         "_is_head_request",
+        "_known_head",
         "_loop",
         "_parser",
         "_paused",
@@ -117,7 +117,7 @@ class Exchange:
         # The connection while it is ours, and its parser: a new one each time (0.4 us) holds nothing of the last answer.
         self._carrier: Carrier | None = carrier
         self._alarm = carrier.alarm
-        self._heads = carrier.heads
+        self._known_head = carrier.known_head
         self._parser: HttpResponseParser | None = None
         # How far the answer got.
         self._heard = False
@@ -254,13 +254,13 @@ class Exchange:
     def feed(self, data: bytes) -> None:
         if self._parser is None:
             self._heard = True
-            if not self._is_head_request and (known := self._heads.find(data)) is not None:
+            if not self._is_head_request and (known := self._known_head.read(data)) is not None:
                 self._take_whole(*known)
                 return
             self._parser = HttpResponseParser(self)
             self._parse(data)
             if self._reusable and not (self._is_head_request or self._had_interim):
-                self._heads.learn(data, self.status, self.headers)
+                self._known_head.learn(data, self.status, self.headers)
         else:
             self._parse(data)
         if self._take is not None and self._chunks and self._waiter is not None and not self._waiter.done():

@@ -29,7 +29,7 @@ from gateway.upstream.contract import (
     is_local_exhaustion,
 )
 from gateway.upstream.exchange import Exchange
-from gateway.upstream.known_heads import KnownHeads
+from gateway.upstream.known_head import KnownHead
 
 __all__ = ["Http1Upstream", "encode_head", "host_header"]
 
@@ -64,7 +64,7 @@ class Http1Upstream:
         self._idle: dict[Origin, dict[_Connection, None]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
-        self.heads = KnownHeads()
+        self._known_heads: dict[Origin, KnownHead] = {}
 
     @property
     def in_use(self) -> int:
@@ -160,9 +160,13 @@ class Http1Upstream:
                 connection.close()
             if not idle:
                 del self._idle[origin]
+                self._known_heads.pop(origin, None)
         self._sweeper = loop.call_later(self._keep_idle_s, self._sweep, loop) if self._idle else None
 
     # --- called by connections
+
+    def known_head(self, origin: Origin) -> KnownHead:
+        return self._known_heads.setdefault(origin, KnownHead())
 
     def try_keep(self, connection: _Connection) -> bool:
         """Whether the connection, done with its exchange, may wait here for the next one."""
@@ -190,7 +194,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, pool: Http1Upstream, origin: Origin) -> None:
         self.loop = asyncio.get_running_loop()
         self.alarm = Alarm(self.loop)
-        self.heads = pool.heads
+        self.known_head = pool.known_head(origin)
         self.origin = origin
         self.exchange: Exchange | None = None
         self.opened_at = self.loop.time()
@@ -267,29 +271,33 @@ class _Connection(asyncio.Protocol):
 
 def encode_head(request: UpstreamRequest) -> bytes:
     """Request line and headers. Raises ValueError rather than let a value end its line: values come from other people."""
-    usual = _usual_lines(request.method, request.path, request.origin, request.usual_headers)
-    own = _lines(request.headers)
+    parts = [
+        _usual_lines(request.method, request.path, request.origin, request.usual_headers),
+        _lines(request.headers),
+    ]
     if request.body or request.method == "POST":
-        return b"%b%bcontent-length: %d\r\n\r\n" % (usual, own, len(request.body))
-    return b"%b%b\r\n" % (usual, own)
+        parts.append(b"content-length: %d\r\n" % len(request.body))
+    parts.append(b"\r\n")
+    return b"".join(parts)
 
 
 @lru_cache(maxsize=1024)
 def _usual_lines(method: str, path: str, origin: Origin, headers: tuple[Header, ...]) -> bytes:
-    """What is the same in every such request to an origin."""
+    """What is the same in all such requests to an origin."""
     if not path.startswith("/") or " " in path:
         raise ValueError("a request's path starts with a slash and has no space")
-    target = f"{method} {path}".encode("ascii")
-    _require_lines(target, 0)
-    host = b" HTTP/1.1\r\nhost: %b\r\naccept-encoding: identity\r\n" % host_header(origin)
-    return target + host + _lines(headers)
+    line = f"{method} {path} HTTP/1.1\r\n".encode("ascii")
+    _require_lines(line, 1)
+    return b"%bhost: %b\r\naccept-encoding: identity\r\n%b" % (line, host_header(origin), _lines(headers))
 
 
 def _lines(headers: Sequence[Header]) -> bytes:
-    for name, _ in headers:
+    parts: list[bytes] = []
+    for name, value in headers:
         if name in _OURS:
             raise ValueError(f"the header {name!r} is for the transport to set")
-    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        parts += (name, b": ", value, b"\r\n")
+    lines = b"".join(parts)
     _require_lines(lines, len(headers))
     return lines
 
