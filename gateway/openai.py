@@ -327,6 +327,12 @@ class _Answer(msgspec.Struct):
     usage: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _UsualAnswer(msgspec.Struct):
+    """One whose count is as it should be."""
+
+    usage: Usage | None = None
+
+
 class Response(msgspec.Struct):
     """What the gateway reads of an answer of ``/v1/responses``."""
 
@@ -344,13 +350,17 @@ class Response(msgspec.Struct):
 
 
 _answer_decoder = msgspec.json.Decoder(_Answer)
+_usual_answer_decoder = msgspec.json.Decoder(_UsualAnswer)
 _response_decoder = msgspec.json.Decoder(Response)
 
 
 def parse_usage(answer: bytes) -> Usage | None:
     """Usage of a whole JSON answer. Raises `MsgspecError` when the bytes are no JSON object."""
     try:
-        return usage_of(_answer_decoder.decode(answer).usage)
+        try:
+            return _usual_answer_decoder.decode(answer).usage
+        except msgspec.ValidationError:
+            return usage_of(_answer_decoder.decode(answer).usage)
     except RecursionError as error:
         raise msgspec.DecodeError("nested too deeply") from error
 
