@@ -101,7 +101,7 @@ class Record(msgspec.Struct):
     endpoint: str
     started_at: float
     """Monotonic, seconds, as all times here."""
-    trace: Trace = UNTRACED
+    trace: Trace = msgspec.field(default_factory=lambda: UNTRACED)
     method: str = "POST"
     model: str = ""
     stream: bool = False
