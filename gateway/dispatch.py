@@ -126,6 +126,11 @@ class Record(msgspec.Struct):
     limit: str = ""
     """The measure of the limit that refused it; '' when none did."""
 
+    @property
+    def ended_at(self) -> float:
+        """Of one that has ended."""
+        return self.started_at + self.duration_s
+
 
 class _TryElsewhere(Exception):
     """This replica did not answer; `error` is what the client gets if no other one does."""

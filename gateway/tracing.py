@@ -9,7 +9,7 @@ our own ids, names of models and replicas, numbers, and error codes from fixed s
 
 Whether a trace is recorded is decided when the request arrives, by its caller's flag or by chance, and its ids are drawn then.
 The spans themselves are made when the request has ended, from what its record says: a request that is not sampled costs one
-look at its headers' names and ids that were drawn for many at once, and one that is costs nothing before its last byte went
+look at its headers' names and a `Trace` that was made with many others, and one that is costs nothing before its last byte went
 out. What sends them is `gateway.otlp`.
 """
 
@@ -33,7 +33,7 @@ from router.trace_context import TraceContext, parse_traceparent
 if TYPE_CHECKING:
     from gateway.dispatch import Record
 
-__all__ = ["UNTRACED", "Attempt", "SpanExport", "Trace", "Tracer", "Value"]
+__all__ = ["TRACE_HEADERS", "UNTRACED", "Attempt", "SpanExport", "Trace", "Tracer", "Value"]
 
 Header = tuple[bytes, bytes]
 Value = str | int | float | bool | Sequence[str]
@@ -46,14 +46,14 @@ _OPERATIONS: Final[Mapping[str, str]] = {
 }
 """``gen_ai.operation.name``; others are named by their path."""
 
-_CONTEXT_HEADERS: Final = frozenset({b"traceparent", b"tracestate", b"baggage"})
+TRACE_HEADERS: Final = frozenset({b"traceparent", b"tracestate", b"baggage"})
+"""All that `Tracer.begin` looks at."""
 _name_of: Final = itemgetter(0)
 
 _TRACE_CHARS: Final = 32
 _SPAN_CHARS: Final = 16
-_IDS_PER_DRAW: Final = 256
-_spare_ids: list[str] = []
-"""Each a trace's and its first span's, in hex."""
+_MADE_AT_ONCE: Final = 64
+"""Traces, in a tenth of a millisecond."""
 
 _MAX_READ_BYTES: Final = 1 << 20
 """Of a body or answer that is looked at once more for a span's attributes: 1 ms. What is longer goes without them."""
@@ -106,8 +106,9 @@ class Trace(msgspec.Struct):
     """Of the SERVER span; of the client's own where nothing is recorded; None where there is no trace at all."""
     parent: TraceContext | None
     """The client's span."""
-    passed_on: Sequence[Header] = ()
-    """The client's headers that replicas get as they came: `tracestate` and `baggage`."""
+    told: Sequence[Header]
+    """To replicas, where nothing is recorded: `traceparent`, if there is a trace, then `tracestate` and `baggage` as they
+    came."""
     sampled: bool = False
     """Whether spans are wanted."""
     attempts: Sequence[Attempt] = ()
@@ -129,9 +130,10 @@ class Trace(msgspec.Struct):
         return attempt
 
     def headers(self, attempt: Attempt | None) -> Sequence[Header]:
-        """For the replica: `tracestate` and `baggage` as they came, and the span that is its parent."""
-        context = attempt.context if attempt is not None else self.context
-        return self.passed_on if context is None else [(b"traceparent", context.traceparent), *self.passed_on]
+        """For the replica. Of a try that is recorded, that one is its parent."""
+        if attempt is None:
+            return self.told
+        return [(b"traceparent", attempt.context.traceparent), *self.told[1:]]
 
     def read_request(self, body: bytes) -> None:
         """Note what the request asks for, as far as it is numbers. Called for sampled ones only."""
@@ -139,7 +141,7 @@ class Trace(msgspec.Struct):
             self.parameters = _request_attributes(body)
 
 
-UNTRACED: Final = Trace(None, None)
+UNTRACED: Final = Trace(None, None, ())
 """Of requests that neither their client nor we know a trace for. It has no spans, so nothing is ever written to it."""
 
 
@@ -186,36 +188,41 @@ class Tracer:
         self._follow_caller = follow_caller
         self._unix_offset = unix_offset
         self._draw = draw
+        self._unsampled: list[Trace] = []
+        """Nobody's yet."""
 
     def begin(self, headers: Sequence[Header]) -> Trace:
         """A request's trace, from its headers."""
-        if not _CONTEXT_HEADERS.isdisjoint(map(_name_of, headers)):
+        if headers and not TRACE_HEADERS.isdisjoint(map(_name_of, headers)):
             return self._follow(headers)
-        return UNTRACED if self._export is None else self._begin()
+        return self._begin()
 
-    def _begin(self, passed_on: Sequence[Header] = ()) -> Trace:
-        """A trace that nobody has begun before."""
-        ids = _new_ids()
-        sampled = self._draw() < self._ratio
-        context = TraceContext(ids[:_TRACE_CHARS], ids[_TRACE_CHARS:], sampled)
-        return Trace(context, None, passed_on, sampled)
+    def _begin(self) -> Trace:
+        """Of a client that has none."""
+        if self._export is None:
+            return UNTRACED
+        if self._draw() < self._ratio:
+            return _trace(_new_contexts(1, sampled=True)[0])
+        if not self._unsampled:
+            self._unsampled = [_trace(context) for context in _new_contexts(_MADE_AT_ONCE, sampled=False)]
+        return self._unsampled.pop()
 
     def _follow(self, headers: Sequence[Header]) -> Trace:
-        """The trace of a client that says something of its own one."""
+        """Of a client that says something of its own one."""
         given = [value for name, value in headers if name == b"traceparent"]
         parent = parse_traceparent(given[0]) if len(given) == 1 else None
-        # Without its traceparent a tracestate means nothing.
-        passed_on = [
-            pair for pair in headers if pair[0] == b"baggage" or (pair[0] == b"tracestate" and parent is not None)
-        ]
-        if self._export is None:
-            return Trace(parent, parent, passed_on)
-        if parent is None:
-            return self._begin(passed_on)
-        sampled = parent.sampled if self._follow_caller else self._draw() < self._ratio
-        if not sampled:
-            return Trace(parent, parent, passed_on)
-        return Trace(TraceContext(parent.trace_id, _new_span_id(), sampled=True), parent, passed_on, sampled=True)
+        if parent is None:  # and without it a tracestate means nothing
+            trace = self._begin()
+            return msgspec.structs.replace(
+                trace, told=[*trace.told, *(pair for pair in headers if pair[0] == b"baggage")]
+            )
+        passed_on = [pair for pair in headers if pair[0] in (b"tracestate", b"baggage")]
+        if self._export is None or not self._wants(parent):
+            return _trace(parent, parent, passed_on)
+        return _trace(TraceContext(parent.trace_id, _new_span_id(), sampled=True), parent, passed_on)
+
+    def _wants(self, parent: TraceContext) -> bool:
+        return parent.sampled if self._follow_caller else self._draw() < self._ratio
 
     def finished(self, record: Record) -> None:
         """Hand the spans of a request that ended to the exporter."""
@@ -251,15 +258,20 @@ class Tracer:
             await asyncio.to_thread(self._export.close)
 
 
-def _new_ids() -> str:
-    """Of a trace and its first span, one after the other. They are drawn for many requests at once."""
-    try:
-        return _spare_ids.pop()
-    except IndexError:
-        step = _TRACE_CHARS + _SPAN_CHARS
-        drawn = f"{random.getrandbits(4 * step * _IDS_PER_DRAW):0{step * _IDS_PER_DRAW}x}"
-        _spare_ids.extend(drawn[start : start + step] for start in range(0, len(drawn), step))
-        return _spare_ids.pop()
+def _trace(context: TraceContext, parent: TraceContext | None = None, passed_on: Sequence[Header] = ()) -> Trace:
+    """`context` is the client's own, `parent`, where nothing is recorded."""
+    told = [(b"traceparent", context.traceparent), *passed_on]
+    return Trace(context, parent, told, sampled=context.sampled and context is not parent)
+
+
+def _new_contexts(count: int, *, sampled: bool) -> list[TraceContext]:
+    """Of traces that begin here."""
+    step = _TRACE_CHARS + _SPAN_CHARS
+    drawn = f"{random.getrandbits(4 * step * count):0{step * count}x}"
+    return [
+        TraceContext(drawn[start : start + _TRACE_CHARS], drawn[start + _TRACE_CHARS : start + step], sampled)
+        for start in range(0, len(drawn), step)
+    ]
 
 
 def _new_span_id() -> str:
