@@ -31,6 +31,7 @@ from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
 from router.sandbox import parse_template
+from router.settled_loops import end_settled_loops
 from router.template_source import expression_source, template_source
 
 __all__ = ["MARK", "NOTE", "Resumable", "make_resumable"]
@@ -82,6 +83,7 @@ def make_resumable(source: str) -> Resumable | None:
     tree = parse_template(source)
     if _OURS in source or MARK in source:
         return None
+    end_settled_loops(tree)
     try:
         loop = _Loop.of(tree)
         loop.read()
