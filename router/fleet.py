@@ -21,6 +21,7 @@ from router.breaker import Breaker, BreakerState, Pass, Verdict
 from router.index import Holding
 from router.learning import MAX_TOK_S, MIN_TOK_S, CacheSize, Pace
 from router.settings import RoutingSettings
+from router.text_index import TextHolding
 from router.trust import Accuracy, EventStream, Snapshot, Trust
 from router.wire import Hello, Load, ReplicaSpec
 
@@ -168,7 +169,9 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 class Replica:
     """State of one replica and the rules that concern it alone. Changed only through `Router`."""
 
-    def __init__(self, replica_id: str, spec: ReplicaSpec, holding: Holding, settings: RoutingSettings) -> None:
+    def __init__(
+        self, replica_id: str, spec: ReplicaSpec, holding: Holding | TextHolding, settings: RoutingSettings
+    ) -> None:
         self.id = replica_id
         self.spec = spec
         self.holding = holding
@@ -412,8 +415,15 @@ class Replica:
             self.accuracy.count(predicted, cached)
             if self.reports_cached:
                 uncached = prompt_tokens - cached
-        if self.load is None and uncached is not None and reservation.clean_s is not None:
-            self.pace.learn(uncached, reservation.clean_s)
+        if self.load is None and uncached is not None:
+            self._learn_pace(reservation, uncached)
+
+    def _learn_pace(self, reservation: Reservation, uncached_tokens: int) -> None:
+        if reservation.clean_s is not None:
+            self.pace.learn(uncached_tokens, reservation.clean_s)
+        elif reservation.prefill_s is not None and uncached_tokens >= _HEAVY_TOKENS:
+            self.pace.learn_bound(uncached_tokens, reservation.prefill_s)
+        if self.pace.samples:  # bounds alone are no measurement: it may be any number of times faster
             self.rate, self.fixed_s = self.pace.tok_s, self.pace.fixed_s
 
     def cached_of(self, reservation: Reservation, cached_tokens: int | None, prompt_tokens: int) -> int | None:

@@ -32,7 +32,7 @@ import msgspec
 
 from router.blocks import BlockName
 from router.fleet import Outcome, Replica, ReplicaView, Reservation
-from router.index import ENTRY_BYTES, Room
+from router.index import ENTRY_BYTES, Holding, Index, Room
 from router.policies import KEY_TOKENS, POLICIES, Candidate, Turn
 from router.pool import Members, Pool, PoolMismatch
 from router.settings import PolicyName, RoutingSettings
@@ -484,6 +484,8 @@ class Router:
         if not replica.indexed:
             return True
         index, holding = self._pools[replica.spec.model].index, replica.holding
+        assert isinstance(index, Index)  # a replica of the other kind is a misfit once it greets
+        assert isinstance(holding, Holding)
         if batch.cleared:
             index.clear(holding)
         index.remove(holding, batch.removed)
