@@ -78,6 +78,15 @@ class Prompters:
     def get(self, digest: str) -> Prompter | None:
         return self._loaded.get(digest)
 
+    def talks(self) -> dict[tuple[str, ...], float]:
+        """How many were begun, continued and mistaken, for all models. Any thread may ask."""
+        counts = [prompter.talks for prompter in list(self._loaded.values())]
+        return {
+            ("begun",): sum(each.begun for each in counts),
+            ("continued",): sum(each.continued for each in counts),
+            ("mistaken",): sum(each.mistaken for each in counts),
+        }
+
     async def load(self, files: TokenizerFiles) -> str:
         """Digest under which the tokenizer can be had from now on. Raises `TokenizerError` for bad files."""
         digest = await asyncio.to_thread(lambda: files.digest)

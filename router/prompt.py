@@ -31,7 +31,7 @@ from msgspec import Raw
 from router.chat import Chat
 from router.escape import Escaper
 from router.prompt_errors import PromptError, TokenizerError
-from router.talks import Sighting, Talks
+from router.talks import Sighting, TalkCounts, Talks
 from router.template import ChatTemplate
 from router.tokenizer_files import TokenizerConfig, TokenizerFiles
 from router.trivial import CHAT_TEMPLATE, TrivialTokenizer
@@ -104,6 +104,10 @@ class Prompter:
     def is_native(self) -> bool:
         """Whether fastokens and minijinja do its work."""
         return self._template.is_native and self._tokenizer.is_native
+
+    @property
+    def talks(self) -> TalkCounts:
+        return self._talks.counts
 
     def seconds(self, num_bytes: int, num_messages: int) -> float:
         """What a never-seen request of this size costs, on the careful side (docs/tokens.md)."""

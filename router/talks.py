@@ -14,7 +14,6 @@ taken from memory any more. Any thread may use it, and none waits; threads that 
 
 from __future__ import annotations
 
-import itertools
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +29,7 @@ from router.generations import Generations
 from router.segments import longest_match
 from router.template import ChatTemplate, LoopRendering, are_texts
 
-__all__ = ["KnownTalk", "Sighting", "Talks"]
+__all__ = ["KnownTalk", "Sighting", "TalkCounts", "Talks"]
 
 _MIN_BYTES: Final = 1 << 10
 """Less is as soon rendered as found."""
@@ -131,6 +130,18 @@ class Sighting:
 _NEW: Final = Sighting(b"", (), None, is_again=False)
 
 
+@dataclass(slots=True)
+class TalkCounts:
+    """Threads that meet lose one at worst."""
+
+    begun: int = 0
+    """Rendered in parts, to be remembered."""
+    continued: int = 0
+    """Of which only the new part was rendered."""
+    mistaken: int = 0
+    """Continued otherwise than the whole, which must not happen."""
+
+
 class Talks:
     def __init__(
         self, template: ChatTemplate, encode: Callable[[str], bytes], cuts: Sequence[str], max_bytes: int
@@ -146,7 +157,7 @@ class Talks:
         self._old: dict[int, tuple[KnownTalk, ...]] = {}
         self._young_bytes = self._old_bytes = 0
         self._seen: Generations[bool] = Generations(_SEEN)
-        self._continued = itertools.count(1)
+        self.counts = TalkCounts()
 
     @property
     def size_bytes(self) -> int:
@@ -200,6 +211,7 @@ class Talks:
             key=b"",
             ids=b"",
         )
+        self.counts.begun += 1
         return self._packed(nothing, sighting, chat, messages, only_text, rendering)
 
     def go_on(self, sighting: Sighting, chat: Chat, now: datetime) -> bytes | None:
@@ -222,10 +234,12 @@ class Talks:
         ):
             return None
         packed = self._packed(talk, sighting, chat, messages, only_text, rendering)
-        if next(self._continued) % _CHECK_EVERY:
+        self.counts.continued += 1
+        if self.counts.continued % _CHECK_EVERY:
             return packed
         whole = self._encode(self._template.render(replace(chat, messages=messages), now))
         if whole != packed:
+            self.counts.mistaken += 1
             self.trusted, self._young, self._old = False, {}, {}
         return whole
 
