@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, cast
@@ -102,7 +102,7 @@ class HotPath:
         homes: Homes,
         max_body_bytes: int,
         clock: Callable[[], float],
-        begin_trace: Callable[[Iterable[Header]], Trace],
+        begin_trace: Callable[[Sequence[Header]], Trace],
         on_finish: Callable[[Record], None],
     ) -> None:
         """`rest` serves every other route. `on_finish` is called once for each request that came to one of ours."""

@@ -26,6 +26,10 @@ class Body:
         self.pieces = list(pieces)
         self.then = then
 
+    @property
+    def ended(self) -> bool:
+        return not self.pieces and self.then is None
+
     async def read_chunk(self) -> bytes | None:
         if self.pieces:
             return self.pieces.pop(0)
