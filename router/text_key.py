@@ -7,7 +7,7 @@ order or spacing the client's JSON had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -20,48 +20,44 @@ _MESSAGE: Final = b"\x1e"
 
 def canonical_text(body: Mapping[str, Any]) -> bytes:
     """What of a request decides its prompt, as bytes."""
-    return b"".join(_walk(body))
-
-
-def _walk(body: Mapping[str, Any]) -> Iterator[bytes]:
-    tools = body.get("tools")
-    if tools:
-        yield msgspec.json.encode(tools, order="sorted")
-        yield _MESSAGE
+    parts: list[bytes] = []
+    if tools := body.get("tools"):
+        parts += (_json(tools), _MESSAGE)
     if instructions := body.get("instructions"):
-        yield _text(instructions)
-        yield _MESSAGE
+        parts += (_text(instructions), _MESSAGE)
     messages = body.get("messages", body.get("input"))
     if isinstance(messages, list) and not (messages and type(messages[0]) is int):
         for message in messages:
-            yield from _message(message)
+            _add_message(parts, message)
     else:
-        yield _text(body.get("prompt") if messages is None else messages)
+        parts.append(_text(body.get("prompt") if messages is None else messages))
+    return b"".join(parts)
 
 
-def _message(message: object) -> Iterator[bytes]:
-    if not isinstance(message, Mapping):
-        yield _text(message)
-    else:
-        yield _text(message.get("role"))
-        yield _FIELD
+def _add_message(parts: list[bytes], message: object) -> None:
+    if isinstance(message, dict):
+        parts += (_text(message.get("role")), _FIELD)
         content = message.get("content")
         if isinstance(content, list):
-            yield from map(_part, content)
+            parts += map(_part, content)
         else:
-            yield _text(content)
-        calls = message.get("tool_calls")
-        if calls:
-            yield _FIELD
-            yield msgspec.json.encode(calls, order="sorted")
-    yield _MESSAGE
+            parts.append(_text(content))
+        if calls := message.get("tool_calls"):
+            parts += (_FIELD, _json(calls))
+    else:
+        parts.append(_text(message))
+    parts.append(_MESSAGE)
 
 
 def _part(part: object) -> bytes:
-    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
+    if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
         return _text(part.get("text"))
     return _text(part)
 
 
 def _text(value: object) -> bytes:
-    return value.encode() if isinstance(value, str) else msgspec.json.encode(value, order="sorted")
+    return value.encode() if isinstance(value, str) else _json(value)
+
+
+def _json(value: object) -> bytes:
+    return msgspec.json.encode(value, order="sorted")
