@@ -102,7 +102,7 @@ class Record(msgspec.Struct):
     endpoint: str
     started_at: float
     """Monotonic, seconds, as all times here."""
-    trace: Trace = UNTRACED
+    trace: Trace = msgspec.field(default_factory=lambda: UNTRACED)
     method: str = "POST"
     model: str = ""
     stream: bool = False
@@ -126,6 +126,11 @@ class Record(msgspec.Struct):
     """Whether a replica gave a whole answer, or all of a stream."""
     limit: str = ""
     """The measure of the limit that refused it; '' when none did."""
+
+    @property
+    def ended_at(self) -> float:
+        """Of one that has ended."""
+        return self.started_at + self.duration_s
 
 
 class _TryElsewhere(Exception):

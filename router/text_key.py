@@ -20,33 +20,33 @@ _MESSAGE: Final = b"\x1e"
 
 def canonical_text(body: Mapping[str, Any]) -> bytes:
     """What of a request decides its prompt, as bytes."""
-    parts: list[bytes] = []
+    pieces: list[bytes] = []
     if tools := body.get("tools"):
-        parts += (_json(tools), _MESSAGE)
+        pieces += (msgspec.json.encode(tools, order="sorted"), _MESSAGE)
     if instructions := body.get("instructions"):
-        parts += (_text(instructions), _MESSAGE)
+        pieces += (_text(instructions), _MESSAGE)
     messages = body.get("messages", body.get("input"))
     if isinstance(messages, list) and not (messages and type(messages[0]) is int):
         for message in messages:
-            _add_message(parts, message)
+            _add_message(pieces, message)
     else:
-        parts.append(_text(body.get("prompt") if messages is None else messages))
-    return b"".join(parts)
+        pieces.append(_text(body.get("prompt") if messages is None else messages))
+    return b"".join(pieces)
 
 
-def _add_message(parts: list[bytes], message: object) -> None:
-    if isinstance(message, dict):
-        parts += (_text(message.get("role")), _FIELD)
-        content = message.get("content")
-        if isinstance(content, list):
-            parts += map(_part, content)
-        else:
-            parts.append(_text(content))
-        if calls := message.get("tool_calls"):
-            parts += (_FIELD, _json(calls))
+def _add_message(pieces: list[bytes], message: object) -> None:
+    if not isinstance(message, dict):
+        pieces += (_text(message), _MESSAGE)
+        return
+    content = message.get("content")
+    pieces += (_text(message.get("role")), _FIELD)
+    if isinstance(content, list):
+        pieces += map(_part, content)
     else:
-        parts.append(_text(message))
-    parts.append(_MESSAGE)
+        pieces.append(_text(content))
+    if calls := message.get("tool_calls"):
+        pieces += (_FIELD, msgspec.json.encode(calls, order="sorted"))
+    pieces.append(_MESSAGE)
 
 
 def _part(part: object) -> bytes:
@@ -56,8 +56,4 @@ def _part(part: object) -> bytes:
 
 
 def _text(value: object) -> bytes:
-    return value.encode() if isinstance(value, str) else _json(value)
-
-
-def _json(value: object) -> bytes:
-    return msgspec.json.encode(value, order="sorted")
+    return value.encode() if isinstance(value, str) else msgspec.json.encode(value, order="sorted")
