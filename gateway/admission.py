@@ -5,8 +5,8 @@ the next one go (`heard`: a first byte, an end, a load frame), and by one timer 
 be free by what is predicted, and every 50 ms for all that nobody tells of. While nobody waits there is no timer, and a
 request that passes costs its routing and one look into a dict.
 
-What must hold: a place in the queue ends in exactly one of a placement, a refusal or its client's leaving. The work of a
-placement is promised when it is made; if the client leaves before it could begin, the promise is released here.
+What must hold: a place in the queue ends in exactly one of a placement, a refusal, an error or its client's leaving. The work
+of a placement is promised when it is made; if the client leaves before it could begin, the promise is released here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from router import Asked, Dropped, Gate, GateSettings, GateView, Outcome, Placed, Router, Unroutable
+from router import Asked, Dropped, Failed, Gate, GateSettings, GateView, Outcome, Placed, Router, Unroutable
 from router.fair_queue import Entry
 
 __all__ = ["Admission", "NotAdmitted"]
@@ -82,7 +82,7 @@ class Admission:
     async def wait(self, asked: Asked, since: float) -> Placed:
         """A replica when it is its turn. `since`: when it came; it waits no longer than `deadline_s` from then.
 
-        Raises `NotAdmitted`.
+        Raises `NotAdmitted`, and what went wrong when it was to be decided on.
         """
         model, began = asked.query.model, self._clock()
         gate = self._gate(model)
@@ -157,12 +157,12 @@ class Admission:
         if self._waiting:
             self._look_in(min(gate.next_in_s() for gate in self._gates.values()) if placed < _PER_TURN else 0.0)
 
-    def _end(self, entry: Entry[Asked], end: Placed | Dropped) -> None:
+    def _end(self, entry: Entry[Asked], end: Placed | Dropped | Failed) -> None:
         future = self._waiting.pop(entry)
-        if isinstance(end, Dropped):
-            refused = self._refused(entry.item.query.model, end)
+        if isinstance(end, (Dropped, Failed)):
+            error = end.error if isinstance(end, Failed) else self._refused(entry.item.query.model, end)
             if not future.cancelled():
-                future.set_exception(refused)
+                future.set_exception(error)
         elif future.cancelled():  # its client left, and its task is about to see that
             self._router.finish(end.reservation, self._clock(), Outcome.CANCELLED, None)
         else:

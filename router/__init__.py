@@ -7,7 +7,7 @@ from router.blocks import BLOCK_SIZE, BlockName, block_names, chunk_names, root_
 from router.breaker import BreakerState
 from router.fair_queue import Priority
 from router.fleet import Outcome, ReplicaView, Reservation, ReservationError
-from router.gate import Asked, Dropped, Gate, GateSettings, GateView, Placed
+from router.gate import Asked, Dropped, Failed, Gate, GateSettings, GateView, Placed
 from router.id_text import IdTexts
 from router.name_cache import NameCache
 from router.policies import Candidate
@@ -25,6 +25,7 @@ __all__ = [
     "Candidate",
     "Decision",
     "Dropped",
+    "Failed",
     "Gate",
     "GateSettings",
     "GateView",

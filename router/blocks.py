@@ -6,8 +6,7 @@ stands for a whole prefix, and the names of a prompt can be compared position by
 
 A text whose tokens are unknown is cut into *chunks* instead: of `CHUNK_BYTES`, and of twice that and so on as soon as it is at
 most an eighth of the text before. So a long text needs few names (64 for 256 KB), and where two texts part little of what
-they share is lost. Borders depend on the position alone, hence equal prefixes have equal names; a chunk's size can be read
-off its name.
+they share is lost. Borders depend on the position alone, hence equal prefixes have equal names.
 
 XXH3 is not proof against an attacker who looks for collisions. A name is a hint for routing; the engine compares ids
 (`workers.block_pool`), so a collision costs time and never correctness.
@@ -15,11 +14,11 @@ XXH3 is not proof against an attacker who looks for collisions. A name is a hint
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count, takewhile
-from typing import Final, NewType
+from typing import Final, NewType, cast
 
 import xxhash
 
@@ -31,7 +30,6 @@ __all__ = [
     "BlockName",
     "block_names",
     "chunk_names",
-    "chunk_size",
     "matchable_blocks",
     "matchable_chunks",
     "root_name",
@@ -50,8 +48,6 @@ _SMALLEST_CHUNKS: Final = 16
 CHUNK_SHARE: Final = 2 / _SMALLEST_CHUNKS
 """Of the text before it: the most that a larger chunk takes."""
 _MOST_TEXT_BYTES: Final = 1 << 40
-_SIZE_BITS: Final = 5
-_NAME_BITS: Final = 64 - _SIZE_BITS
 
 _ID_BYTES: Final = 4
 
@@ -73,50 +69,33 @@ def root_name(*, model: str, revision: str = "", adapter: str = "", salt: str = 
 
 
 def block_names(packed_ids: bytes, root: BlockName, block_size: int = BLOCK_SIZE) -> list[BlockName]:
-    """Names of the full blocks of a prompt given as u32le bytes (`router.wire.pack_ids`). 0.19 us a block."""
-    names: list[BlockName] = []
-    append = names.append
+    """Names of the full blocks of a prompt given as u32le bytes (`router.wire.pack_ids`). 0.25 us a block."""
     view = memoryview(packed_ids)
     stride = block_size * _ID_BYTES
     parent: int = root
-    for end in range(stride, len(packed_ids) + 1, stride):
-        parent = _xxh3(view[end - stride : end], parent)
-        append(BlockName(parent))
-    return names
+    names = [parent := _xxh3(view[end - stride : end], parent) for end in range(stride, len(packed_ids) + 1, stride)]
+    return cast(list[BlockName], names)
 
 
-def _chunks() -> Iterator[tuple[int, int]]:
-    """Where each chunk of a text ends, and the power of two of its size."""
+def _chunk_ends() -> Iterator[int]:
     end = 0
     for power in count():
         for _ in range(_SMALLEST_CHUNKS if power == 0 else _SMALLEST_CHUNKS // 2):
             end += CHUNK_BYTES << power
-            yield end, power
+            yield end
 
 
-_CHUNKS: Final = tuple(takewhile(lambda chunk: chunk[0] <= _MOST_TEXT_BYTES, _chunks()))
-CHUNK_ENDS: Final = tuple(end for end, _ in _CHUNKS)
+CHUNK_ENDS: Final = tuple(takewhile(lambda end: end <= _MOST_TEXT_BYTES, _chunk_ends()))
 """Bytes of text up to the end of its first, second, ... chunk."""
+_CHUNKS: Final = tuple(map(slice, (0, *CHUNK_ENDS), CHUNK_ENDS))
 
 
 def chunk_names(text: bytes, root: BlockName) -> list[BlockName]:
-    """Names of the full chunks of a text, for replicas whose tokens are unknown."""
-    names: list[BlockName] = []
+    """Names of the full chunks of a text, for replicas whose tokens are unknown. 0.12 us a chunk and little for its bytes."""
     view = memoryview(text)
     parent: int = root
-    start = 0
-    for end, power in _CHUNKS:
-        if end > len(text):
-            break
-        parent = (_xxh3(view[start:end], parent) >> _SIZE_BITS) | (power << _NAME_BITS)
-        names.append(BlockName(parent))
-        start = end
-    return names
-
-
-def chunk_size(name: int) -> int:
-    """Of the chunk with this name, in units of `CHUNK_BYTES`."""
-    return 1 << (name >> _NAME_BITS)
+    names = [parent := _xxh3(view[chunk], parent) for chunk in _CHUNKS[: bisect_right(CHUNK_ENDS, len(text))]]
+    return cast(list[BlockName], names)
 
 
 def matchable_chunks(num_bytes: int) -> int:

@@ -27,7 +27,7 @@ from router.fair_queue import Entry, FairQueue, Priority
 from router.fleet import Reservation
 from router.route import Decision, Query, Router, Unroutable
 
-__all__ = ["Asked", "Dropped", "Gate", "GateSettings", "GateView", "Placed"]
+__all__ = ["Asked", "Dropped", "Failed", "Gate", "GateSettings", "GateView", "Placed"]
 
 _REQUEST_TOKENS: Final = 128
 """What a prompt counts for beside its uncached tokens: one that is all cached takes a place and some milliseconds too."""
@@ -91,6 +91,13 @@ class Dropped:
     """By then it could not be served either."""
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It could not be decided on: our own bug, which is its alone, for whoever answers it to tell."""
+
+    error: Exception
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateView:
     """One pool's queue at one moment."""
@@ -143,6 +150,8 @@ class Gate:
         self._rate = _ServiceRate()
         self._last_tenant: str | None = None
         self._shared_until = -math.inf
+        self._weighed: tuple[Asked, Decision] | None = None
+        """What was asked last and had to wait, and where it would have gone."""
         self._short_by_s = 0.0
         """How much longer than it may the head would wait at the replica that is free soonest."""
 
@@ -171,7 +180,12 @@ class Gate:
         from which its deadline counts.
         """
         self._queue.set_credit(_CREDIT_S * self._router.fleet_tok_s(self._model))
-        decision = self._router.route(asked.query, now, draw)
+        decision: Decision | Unroutable
+        if self._weighed is not None and self._weighed[0] is asked:
+            decision = self._weighed[1]
+        else:
+            decision = self._router.route(asked.query, now, draw)
+        self._weighed = None
         uncached = asked.query.num_tokens if isinstance(decision, Unroutable) else _uncached(decision)
         entry = Entry(
             asked,
@@ -189,9 +203,12 @@ class Gate:
 
     def release(
         self, now: float, draw: Callable[[], float], at_most: int
-    ) -> list[tuple[Entry[Asked], Placed | Dropped]]:
-        """Those whose wait is over, in order; at most so many that are placed. Their work is promised already."""
-        over: list[tuple[Entry[Asked], Placed | Dropped]] = [
+    ) -> list[tuple[Entry[Asked], Placed | Dropped | Failed]]:
+        """Those whose wait is over, in order; at most so many that are placed. Their work is promised already.
+
+        One that cannot be decided on is among them, so that it holds up nobody and those that were taken out are not lost.
+        """
+        over: list[tuple[Entry[Asked], Placed | Dropped | Failed]] = [
             (entry, self.refusal(entry.item, "deadline", now)) for entry in self._queue.expire(now)
         ]
         placed = 0
@@ -204,7 +221,12 @@ class Gate:
                 backlog_tokens=self._queue.work - entry.work,
                 yields=not owed and now < self._shared_until,
             )
-            found = self._try_place(entry.item._replace(query=query), within_s, now, draw())
+            try:
+                found = self._try_place(entry.item._replace(query=query), within_s, now, draw())
+            except Exception as error:
+                self._queue.remove(entry)
+                over.append((entry, Failed(error)))
+                continue
             if found is None:
                 break
             if isinstance(found, Unroutable):
@@ -256,6 +278,7 @@ class Gate:
             if soonest_s > within_s:
                 # A wait falls by a second a second while its replica computes.
                 self._short_by_s = soonest_s - self._settings.ahead_s
+                self._weighed = asked, decision
                 return None
             if not has_room:
                 query = msgspec.structs.replace(

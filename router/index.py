@@ -15,12 +15,9 @@ each replica keeps its own names, so that it can leave without a walk over every
 takes at most `ENTRY_BYTES`, name included, and on average much less: 90-140 bytes when confirmed and 140-210 when expected by
 one replica, 40 and 100 for each of many (CPython 3.11).
 
-Blocks of tokens are all of one size, chunks of text are not (`router.blocks`). What a replica is expected to hold is bounded by
-what its cache takes, so an index of text adds up sizes, read off the names; there every name is expected, for events come with
-tokens.
-
-A `Room` counts the entries of all indexes that share it, so that one bound in bytes holds over them all. The index only
-counts; whoever adds (`router.route`) drops what was used least recently when the room is over its limit.
+This is the index of replicas with events, that of the others is `router.text_index`; the rest of the router sees a
+`PrefixIndex` in both. A `Room` counts the entries of all that share it, so that one bound in bytes holds over them all. An
+index only counts; whoever adds (`router.route`) drops what was used least recently when the room is over its limit.
 
 What `match` relies on: a replica that holds a block holds all blocks before it, because engines free a sequence tail first
 and never keep a child without its parent. So masks only lose bits along a prompt, and bisection finds where. Confirmed
@@ -34,11 +31,11 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Protocol
 
-__all__ = ["ENTRY_BYTES", "Holding", "Index", "Room"]
+__all__ = ["ENTRY_BYTES", "Holding", "Index", "PrefixIndex", "Room"]
 
 ENTRY_BYTES: Final = 220
 """The most that one block of one replica costs here: its dicts have just grown, nobody else holds it, names are not shared.
@@ -57,16 +54,27 @@ class Room:
     used: int = 0
 
 
+class PrefixIndex(Protocol):
+    """What both kinds of index can do, each with the holdings that it made."""
+
+    def join(self) -> Any: ...
+    def leave(self, holding: Any) -> None: ...
+    def clear(self, holding: Any) -> None: ...
+    def clear_confirmed(self, holding: Any) -> None: ...
+    def expect(self, holding: Any, names: Sequence[int], stamp: float, cap: int) -> float | None: ...
+    def retract(self, holding: Any, names: Sequence[int], stamp: float) -> None: ...
+    def expire(self, holding: Any, horizon: float) -> None: ...
+    def drop_oldest(self, holding: Any, most: int) -> None: ...
+    def match(self, names: Sequence[int], limit: int | None = None) -> dict[int, int]: ...
+
+
 class Holding:
     """What one replica holds. Made by `Index.join`, changed only by the index."""
 
-    __slots__ = ("_bit", "_confirmed", "_expected", "_size", "_size_of", "slot")
+    __slots__ = ("_bit", "_confirmed", "_expected", "slot")
 
-    def __init__(self, slot: int, size_of: Callable[[int], int] | None) -> None:
+    def __init__(self, slot: int) -> None:
         self.slot = slot
-        self._size_of = size_of
-        self._size = 0
-        """Of all it holds, where names have sizes."""
         self._bit = 1 << slot
         self._confirmed: set[int] = set()
         self._expected: OrderedDict[int, float] = OrderedDict()  # name → stamp, oldest first
@@ -78,8 +86,8 @@ class Holding:
 
     @property
     def expected(self) -> int:
-        """How many more blocks it should hold by what was sent to it; of text, how many units."""
-        return len(self._expected) if self._size_of is None else self._size
+        """How many more blocks it should hold by what was sent to it."""
+        return len(self._expected)
 
     @property
     def oldest_stamp(self) -> float:
@@ -87,20 +95,17 @@ class Holding:
         return next(iter(self._expected.values()), math.inf)
 
     def expected_since(self, stamp: float) -> int:
-        """How many expected blocks (of text, units) were last sent there after `stamp`. O(that number)."""
-        size_of = self._size_of
+        """How many expected blocks were last sent there after `stamp`. O(that number)."""
         count = 0
-        for name, at in reversed(self._expected.items()):
+        for at in reversed(self._expected.values()):
             if at <= stamp:
                 break
-            count += 1 if size_of is None else size_of(name)
+            count += 1
         return count
 
 
 class Index:
-    def __init__(self, room: Room | None = None, size_of: Callable[[int], int] | None = None) -> None:
-        """`size_of`: what a name says of its size, where they differ. Then nothing is stored by events."""
-        self._size_of = size_of
+    def __init__(self, room: Room | None = None) -> None:
         self.room = Room() if room is None else room
         self._shards: tuple[dict[int, int], ...] = tuple({} for _ in range(_SHARDS))
         self._free_slots: list[int] = []
@@ -112,9 +117,9 @@ class Index:
 
     def join(self) -> Holding:
         if self._free_slots:
-            return Holding(self._free_slots.pop(), self._size_of)
+            return Holding(self._free_slots.pop())
         self._slots += 1
-        return Holding(self._slots - 1, self._size_of)
+        return Holding(self._slots - 1)
 
     def leave(self, holding: Holding) -> None:
         """Drop all it holds; its slot may be given to another. The holding is of no further use."""
@@ -140,8 +145,8 @@ class Index:
             if expected.pop(name, None) is None:
                 # `bit` itself for a first holder: a new number would take 32 bytes more.
                 masks = shards[name & _SHARD_BITS]
-                held = masks.get(name)
-                masks[name] = bit if held is None else held | bit
+                if (held := masks.setdefault(name, bit)) is not bit:
+                    masks[name] = held | bit
         self.room.used += len(confirmed) + len(expected) - before
 
     def remove(self, holding: Holding, names: Iterable[int]) -> None:
@@ -151,15 +156,13 @@ class Index:
         self._drop(holding, gone)
 
     def expect(self, holding: Holding, names: Sequence[int], stamp: float, cap: int) -> float | None:
-        """A prompt with these blocks was sent there at `stamp`; keep at most `cap` of `Holding.expected`, dropping the oldest;
-        of text, less than a chunk more.
+        """A prompt with these blocks was sent there at `stamp`; keep at most `cap` of `Holding.expected`, dropping the oldest.
 
         Returns when the deepest of them that was expected already had last been sent there; None when none was. `stamp` must
         be larger than every one before it. The walk goes from the leaf to the first confirmed block: the blocks before that
         one are confirmed too.
         """
         shards, bit, confirmed, expected = self._shards, holding._bit, holding._confirmed, holding._expected
-        size_of = self._size_of
         before, last_sent = len(expected), None
         for name in reversed(names):
             if name in confirmed:
@@ -170,25 +173,13 @@ class Index:
                 expected.move_to_end(name)
             else:
                 masks = shards[name & _SHARD_BITS]
-                held = masks.get(name)
-                masks[name] = bit if held is None else held | bit
-                if size_of is not None:
-                    holding._size += size_of(name)
+                if (held := masks.setdefault(name, bit)) is not bit:
+                    masks[name] = held | bit
             expected[name] = stamp
         self.room.used += len(expected) - before
-        if (excess := holding.expected - cap) > 0:
-            self._drop(holding, self._pop_oldest(expected, excess))
+        if (excess := len(expected) - cap) > 0:
+            self._drop(holding, [expected.popitem(last=False)[0] for _ in range(excess)])
         return last_sent
-
-    def _pop_oldest(self, expected: OrderedDict[int, float], excess: int) -> list[int]:
-        """Names of so much in all; of text, of all but less than a chunk, so that what is full also looks full."""
-        size_of = self._size_of
-        if size_of is None:
-            return [expected.popitem(last=False)[0] for _ in range(excess)]
-        gone: list[int] = []
-        while expected and (excess := excess - size_of(next(iter(expected)))) >= 0:
-            gone.append(expected.popitem(last=False)[0])
-        return gone
 
     def retract(self, holding: Holding, names: Sequence[int], stamp: float) -> None:
         """The prompt sent at `stamp` was not computed. Blocks that a later prompt expects too stay."""
@@ -258,8 +249,6 @@ class Index:
     def _drop(self, holding: Holding, names: Collection[int]) -> None:
         """These left one of its collections. A name is never in both: what is confirmed is not expected any more."""
         self.room.used -= len(names)
-        if self._size_of is not None:
-            holding._size -= sum(map(self._size_of, names))
         shards, bit = self._shards, holding._bit
         for name in names:
             masks = shards[name & _SHARD_BITS]

@@ -14,20 +14,21 @@ from router.blocks import (
     CHUNK_BYTES,
     CHUNK_ENDS,
     CHUNK_SHARE,
-    chunk_size,
     matchable_blocks,
     matchable_chunks,
 )
 from router.fleet import Replica, ReplicaView, Reservation
-from router.index import Index, Room
+from router.index import Index, PrefixIndex, Room
 from router.learning import Density
 from router.settings import RoutingSettings
+from router.text_index import TextIndex
 from router.wire import HASH_SCHEME, Hello, ReplicaSpec
 
 __all__ = ["Members", "Pool", "PoolMismatch"]
 
 _TOKENS_PER_CHUNK: Final = CHUNK_BYTES // 4
 """About; what is reckoned with is learned."""
+_ENDS: Final = tuple(end // CHUNK_BYTES for end in CHUNK_ENDS)
 _SAME_DENSITY: Final = 0.01
 _LEAST_MISSING_BLOCKS: Final = 2
 """A prediction is whole blocks and bytes, an answer tokens: that far they may be apart without anything being wrong."""
@@ -73,7 +74,7 @@ class Members:
             created=now,
             bytes_per_token=settings.bytes_per_token,
         )
-        self.index = Index(room, None if own else chunk_size)
+        self.index: PrefixIndex = Index(room) if own else TextIndex(room, _ENDS)
         self.density = Density(settings.bytes_per_token)
         self.replicas: dict[str, Replica] = {}
 

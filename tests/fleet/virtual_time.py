@@ -231,6 +231,7 @@ class VirtualFleet:
             if isinstance(end, Dropped):
                 self._drop(entry)
             else:
+                assert isinstance(end, Placed)
                 self._send(self._waiting.pop(entry), end, now)
         if self._gate:
             self._look(now + self._gate.next_in_s())

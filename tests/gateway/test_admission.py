@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router import GateSettings
+from router import GateSettings, Reservation
 from tests.gateway.stub import (
     DONE,
     MODEL,
@@ -150,6 +150,33 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_in_it(tmp_path: Pat
 
         await queued(running, 0)
         assert len(replica.seen) == 1
+
+
+async def test_a_bug_in_a_decision_ends_the_request_that_met_it_and_nobody_elses_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with saturated(tmp_path) as (running, replica, gated), asyncio.TaskGroup() as tasks:
+        router, met = running.gateway.knowledge.router, False
+        unlucky = tasks.create_task(running.chat("unlucky"))
+        await queued(running, 1)
+        lucky = tasks.create_task(running.chat("lucky"))
+        await queued(running, 2)
+        begin = router.begin
+
+        def begins(*asked: Any) -> Reservation:
+            nonlocal met
+            if met:
+                return begin(*asked)
+            met = True
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(router, "begin", begins)
+        gated.next()
+
+        assert (await unlucky).status_code == 500
+        await eventually(lambda: len(replica.seen) == 2)
+        gated.next()
+        assert (await lucky).status_code == 200
 
 
 async def test_explain_says_that_a_request_would_wait(tmp_path: Path) -> None:

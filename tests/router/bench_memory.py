@@ -19,15 +19,16 @@ import click
 
 from router import BlockName, Decision, Outcome, Query, Router, RoutingSettings
 from router.index import ENTRY_BYTES, Index
+from router.text_index import TextIndex
 from tests.router.fleets import MODEL, foreign_fleet
 
 BLOCKS = 8
 """Of a prompt, none of them shared: 2 KB of text."""
 
 
-def names_of(number: int) -> list[BlockName]:
-    """As good as hashes: odd multiples of the golden ratio's bits. All of them name smallest chunks (`router.blocks`)."""
-    return [BlockName(((number * BLOCKS + place) * 0x9E3779B97F4A7C15 & (2**64 - 1)) >> 5) for place in range(BLOCKS)]
+def names_of(number: int, blocks: int = BLOCKS) -> list[BlockName]:
+    """As good as hashes: odd multiples of the golden ratio's bits."""
+    return [BlockName((number * blocks + place) * 0x9E3779B97F4A7C15 & (2**64 - 1)) for place in range(blocks)]
 
 
 def send_unique(router: Router, first: int, count: int) -> None:
@@ -61,6 +62,19 @@ def entry_bytes(count: int, *, events: bool) -> float:
     return used
 
 
+def text_entry_bytes(prompts: int, blocks: int) -> float:
+    """What one entry takes, as the index of texts counts them, of so many prompts that share nothing."""
+    gc.collect()
+    tracemalloc.start()
+    index = TextIndex(None, range(1, blocks + 1))
+    holding = index.join()
+    for number in range(prompts):
+        index.expect(holding, names_of(number, blocks), float(number), prompts * blocks)
+    used = tracemalloc.get_traced_memory()[0] / index.room.used
+    tracemalloc.stop()
+    return used
+
+
 def flatness(prompts: int, index_bytes: int) -> dict[str, float]:
     """Resident memory after a first part of the prompts, when the index is full, and at the end."""
     router = foreign_fleet(8, RoutingSettings(index_bytes=index_bytes, learned_tokens=1 << 30, learned_ttl_s=1e9))
@@ -80,12 +94,13 @@ def main(prompts: int, index_bytes: int) -> None:
     sizes = [87_400, 180_000, 700_000]
     found = {
         "entry_bytes_expected": max(entry_bytes(count, events=False) for count in sizes),
+        "entry_bytes_text": max(text_entry_bytes(count // 2, 1) for count in sizes),
         "entry_bytes_confirmed": max(entry_bytes(count, events=True) for count in sizes),
         "limit_entry_bytes": ENTRY_BYTES,
         **flatness(prompts, index_bytes),
     }
     print(json.dumps(found, indent=2))
-    too_much = max(found["entry_bytes_expected"], found["entry_bytes_confirmed"]) > ENTRY_BYTES
+    too_much = max(size for name, size in found.items() if name.startswith("entry_bytes")) > ENTRY_BYTES
     sys.exit(too_much or found["end_mb"] > 1.02 * found["full_mb"])
 
 

@@ -7,7 +7,20 @@ import itertools
 import msgspec
 import pytest
 
-from router import Asked, Dropped, Gate, GateSettings, Outcome, Placed, Priority, Router
+from router import (
+    Asked,
+    Decision,
+    Dropped,
+    Failed,
+    Gate,
+    GateSettings,
+    Outcome,
+    Placed,
+    Priority,
+    Query,
+    Reservation,
+    Router,
+)
 from router.fair_queue import Entry
 from router.wire import Load
 from tests.router.fleets import MODEL, RATE, foreign_fleet, hello, load, own_fleet, query, tokens
@@ -40,7 +53,7 @@ def enters(gate: Gate, what: Asked, now: float = 0.0) -> Entry[Asked]:
     return entry
 
 
-def released(gate: Gate, now: float, at_most: int = 100) -> list[Placed | Dropped]:
+def released(gate: Gate, now: float, at_most: int = 100) -> list[Placed | Dropped | Failed]:
     return [end for _, end in gate.release(now, lambda: 0.0, at_most)]
 
 
@@ -236,3 +249,41 @@ def test_those_who_had_their_share_leave_some_sequences_and_kv_to_those_who_had_
     assert released(gate, 0.0) == []
     busy(router, 0.0, running=50, kv_used_blocks=860)
     assert len(released(gate, 0.0)) == 1
+
+
+def test_who_cannot_be_decided_on_is_told_alone_and_those_whose_time_has_come_are_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = own_fleet(1)
+    gate = new_gate(router)
+    busy(router, 10.0)
+    late = enters(gate, asked("late"))
+    broken, well = enters(gate, asked("broken"), 20.0), enters(gate, asked("well"), 20.0)
+    router.apply("r0", load(), 30.0)
+    begin, error = router.begin, RuntimeError("a bug")
+
+    def begins(decision: Decision, query: Query, request_id: str, now: float) -> Reservation:
+        if request_id == broken.item.request_id:
+            raise error
+        return begin(decision, query, request_id, now)
+
+    monkeypatch.setattr(router, "begin", begins)
+    over = dict(gate.release(30.0, lambda: 0.0, 100))
+
+    assert [over.keys() == {late, broken, well}, len(gate)] == [True, 0]
+    assert isinstance(over[late], Dropped)
+    assert over[broken] == Failed(error)
+    assert isinstance(over[well], Placed)
+
+
+def test_a_prompt_is_weighed_once_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = own_fleet(1)
+    gate = new_gate(router)
+    busy(router, 10.0)
+    what = asked()
+    assert gate.try_pass(what, 0.0, 0.0) is None
+    monkeypatch.setattr(router, "route", None)
+
+    entry, _ = gate.wait(what, 0.0, 0.0, 0.0)
+
+    assert entry.work == 800 + 128

@@ -347,31 +347,3 @@ def test_events_in_any_order_never_raise_and_every_entry_is_counted_once(
     for replica in replicas:
         index.leave(replica)
     assert len(index) == 0
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["expect", "retract", "expire", "drop"]), st.integers(0, 3), st.integers(0, 40)),
-        max_size=30,
-    )
-)
-def test_where_names_have_sizes_what_is_expected_is_their_sum_and_bounded(steps: list[tuple[str, int, int]]) -> None:
-    index = Index(size_of=lambda name: 1 + name % 7)
-    holding, other = index.join(), index.join()
-    for stamp, (step, talk, length) in enumerate(steps):
-        names = [1000 * talk + place for place in range(length)]
-        if step == "expect":
-            index.expect(other, names, float(stamp), NO_CAP)
-            index.expect(holding, names, float(stamp), 60)
-            assert holding.expected < 60 + 7
-        elif step == "retract":
-            index.retract(holding, names, float(stamp - 1))
-        elif step == "expire":
-            index.expire(holding, float(stamp - 2))
-        else:
-            index.drop_oldest(holding, length)
-        assert holding.expected == sum(1 + name % 7 for name in holding._expected)
-        assert holding.expected_since(-1.0) == holding.expected
-
-    index.clear(holding)
-    assert holding.expected == 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router import Outcome, Query, Reservation, RoutingSettings, chunk_names
-from router.blocks import chunk_size
+from router import Outcome, Query, Reservation, Router, RoutingSettings, chunk_names
+from router.blocks import CHUNK_BYTES, CHUNK_ENDS
 from router.learning import MAX_TOK_S, MIN_TOK_S, CacheSize, Density, Pace
+from router.text_index import RUN_ENTRIES, TextHolding
 from tests.router.fleets import ROOT, decide, foreign_fleet, view
 
 counts = st.integers(-(2**63), 2**63) | st.integers(-2, 300_000)
@@ -89,6 +92,62 @@ def test_a_pace_that_changes_is_followed() -> None:
         assert pace.tok_s == pytest.approx(tok_s, rel=0.15)
 
 
+def test_a_whole_answer_that_came_sooner_than_its_prompt_should_shows_a_faster_replica() -> None:
+    pace = Pace(0.02, 8000)
+    for _ in range(20):
+        pace.learn_bound(8000, 0.001)
+
+    assert pace.seconds(8000) < 0.0015
+    assert pace.samples == 0
+
+
+def test_an_answer_that_took_long_says_nothing_of_the_prompt_in_it() -> None:
+    pace = Pace(0.02, 8000)
+    for taken_s in (1.1, 5.0, 60.0, 0.9 * pace.seconds(8000)):
+        pace.learn_bound(8000, taken_s)
+
+    assert (pace.fixed_s, pace.tok_s) == (0.02, 8000)
+
+
+def test_one_odd_answer_hardly_moves_a_pace_that_was_measured() -> None:
+    pace = Pace(0.02, 8000)
+    for number in range(20):
+        tokens = 500 + 371 * number % 5000
+        pace.learn(tokens, 0.02 + tokens / 8000)
+
+    pace.learn_bound(5000, 0.0)
+
+    assert pace.tok_s < 1.3 * 8000
+
+
+def test_prompts_that_were_cached_without_anybodys_knowing_do_not_outweigh_those_that_were_timed() -> None:
+    pace = Pace(0.02, 8000)
+    for _ in range(100):
+        pace.learn(4000, 0.52)
+        pace.learn_bound(4000, 0.05)
+
+    assert pace.tok_s < 1.2 * 8000
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 100_000), st.floats(0, 60)), max_size=20),
+    st.lists(st.tuples(counts, seconds), min_size=1, max_size=20),
+    st.integers(0, 100_000),
+)
+def test_a_bound_never_makes_a_pace_slower(
+    samples: list[tuple[int, float]], bounds: list[tuple[int, float]], asked: int
+) -> None:
+    pace = Pace(0.02, 8000)
+    for tokens, taken_s in samples:
+        pace.learn(tokens, taken_s)
+    for tokens, taken_s in bounds:
+        before = pace.seconds(asked)
+        pace.learn_bound(tokens, taken_s)
+        assert pace.seconds(asked) <= before
+        assert pace.fixed_s >= 0
+        assert MIN_TOK_S * 0.999 <= pace.tok_s <= MAX_TOK_S * 1.001
+
+
 # -- cache size
 
 
@@ -133,6 +192,44 @@ def asked(number: int, num_bytes: int) -> Query:
     )
 
 
+def answered_whole(router: Router, number: int, taken_s: float, *, streamed: bool = False) -> None:
+    what = msgspec.structs.replace(asked(number, 32_000), streamed=streamed)
+    reservation = router.begin(decide(router, what, float(number)), what, "x", float(number))
+    router.finish(reservation, number + taken_s, Outcome.OK, None)
+
+
+def test_a_fleet_whose_pace_was_mistaken_is_trusted_again_after_whole_answers() -> None:
+    router = foreign_fleet(1)
+    answered_whole(router, 0, 4.0, streamed=True)
+    assert router.prefill_tok_s("m") < 4000
+
+    for number in range(1, 17):
+        answered_whole(router, number, 0.02)
+
+    assert router.prefill_tok_s("m") > 100_000
+
+
+def test_whole_answers_alone_are_no_measurement() -> None:
+    router = foreign_fleet(1)
+    for number in range(10):
+        answered_whole(router, number, 0.02)
+
+    assert view(router).prefill_tok_s is None
+
+
+def test_an_answer_without_work_says_nothing_of_what_prompts_cost() -> None:
+    router = foreign_fleet(1)
+    answered_whole(router, 0, 1.02, streamed=True)
+    nothing = Query(model="m", names=[], num_tokens=0, streamed=False)
+    fixed_s = view(router).fixed_s
+
+    for number in range(1, 10):
+        reservation = router.begin(decide(router, nothing, float(number)), nothing, "x", float(number))
+        router.finish(reservation, number + 0.001, Outcome.OK, None)
+
+    assert view(router).fixed_s == fixed_s
+
+
 stories = st.lists(
     st.tuples(
         st.integers(0, 5),
@@ -165,9 +262,12 @@ def test_answers_absurd_missing_and_out_of_order_break_nothing(story, order) -> 
         for candidate in decision.candidates:
             assert 0 <= candidate.matched_tokens <= decision.prompt_tokens
             assert 0 < candidate.cost_s < math.inf
-        held = [name for replica in router._replicas.values() for name in replica.holding._expected]
-        assert router._room.used == len(held) <= 200
-        assert sum(each.expected_blocks for each in router.replicas()) == sum(map(chunk_size, held))
+        holdings = [cast(TextHolding, replica.holding) for replica in router._replicas.values()]
+        held = [name for holding in holdings for name in holding.names()]
+        assert router._room.used == len(held) + RUN_ENTRIES * sum(len(list(each.runs())) for each in holdings) <= 200
+        ends = [0, *CHUNK_ENDS]
+        held_bytes = sum(ends[run.place + len(run.names)] - ends[run.place] for each in holdings for run in each.runs())
+        assert sum(each.expected_blocks for each in router.replicas()) * CHUNK_BYTES == held_bytes
     for reservation, (cached, prompt, outcome) in open_:
         router.finish(reservation, now, outcome, cached, prompt)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from collections import OrderedDict
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from router import Query, RoutingSettings, chunk_names
 from router.index import ENTRY_BYTES
-from tests.router.bench_memory import BLOCKS, entry_bytes, send_unique
+from router.text_index import RUN_ENTRIES
+from tests.router.bench_memory import BLOCKS, entry_bytes, send_unique, text_entry_bytes
 from tests.router.fleets import ROOT, decide, foreign_fleet
 
 
@@ -19,6 +21,11 @@ from tests.router.fleets import ROOT, decide, foreign_fleet
 def test_an_entry_takes_no_more_than_is_reckoned_with(events: bool) -> None:
     """Just past a doubling of every dict, when they are emptiest inside. `bench_memory` does it with more."""
     assert entry_bytes(87_400, events=events) <= ENTRY_BYTES
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 8, 64])
+def test_prompts_of_text_take_no_more_than_is_reckoned_with(blocks: int) -> None:
+    assert text_entry_bytes(87_400 // blocks, blocks) <= ENTRY_BYTES
 
 
 def test_prompts_without_end_take_no_more_memory_once_the_index_is_full() -> None:
@@ -33,7 +40,8 @@ def test_prompts_without_end_take_no_more_memory_once_the_index_is_full() -> Non
 
     at_the_end = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert sum(view.expected_blocks for view in router.replicas()) == limit
+    held = sum(view.expected_blocks for view in router.replicas())
+    assert held + RUN_ENTRIES * math.ceil(held / BLOCKS) == limit
     assert at_the_end < 1.05 * full
 
 
@@ -41,7 +49,7 @@ def test_prompts_without_end_take_no_more_memory_once_the_index_is_full() -> Non
 @settings(max_examples=100, deadline=None)
 def test_what_was_used_least_recently_anywhere_goes_first(sent: list[tuple[int, int]]) -> None:
     """Against a plain list of (replica, prompt) in order of use. Prompts of 4 blocks that share nothing."""
-    router = foreign_fleet(3, RoutingSettings(index_bytes=20 * ENTRY_BYTES, learned_ttl_s=1e9))
+    router = foreign_fleet(3, RoutingSettings(index_bytes=5 * (4 + RUN_ENTRIES) * ENTRY_BYTES, learned_ttl_s=1e9))
     others = {number: [f"r{other}" for other in range(3) if other != number] for number in range(3)}
     model: OrderedDict[tuple[int, int], None] = OrderedDict()
     for now, (replica, prompt) in enumerate(sent):

@@ -328,7 +328,7 @@ def test_frames_lost_doubled_and_reordered_never_make_a_wrong_picture_look_exact
 
 
 def holdings(router: Router) -> set[int]:
-    return set(router._replicas["r0"].holding._confirmed)
+    return set(router._replicas["r0"].holding._confirmed)  # type: ignore[union-attr]
 
 
 names = st.lists(st.integers(-(2**63), 2**64 - 1) | st.integers(0, 9), max_size=12)
