@@ -7,6 +7,7 @@ stay raw bytes and reach the replica as the client wrote them. Fields are added 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -99,6 +100,10 @@ class Body(msgspec.Struct):
 
 
 _body_decoder = msgspec.json.Decoder(Body)
+
+_INNER: Final = ("warmpath", *REFUSED)
+_inner_of = attrgetter(*_INNER)
+_NO_INNER: Final = (_ABSENT,) * len(_INNER)
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +201,8 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
         raise invalid_json(str(error)) from error
     except RecursionError as error:
         raise invalid_json("it is nested too deeply") from error
-    _refuse_inner_fields(fields, open_access=open_access)
+    if _inner_of(fields) != _NO_INNER:
+        _refuse_inner_fields(fields, open_access=open_access)
     _require_prompt(endpoint, fields)
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(
@@ -219,14 +225,16 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
 
 def _most(*values: msgspec.Raw) -> int | None:
     """Of those that are given: which of them counts is a replica's to say, and it may be the largest."""
-    return max((count for raw in values if (count := _count(raw)) is not None), default=None)
+    most = None
+    for raw in values:
+        if raw is not _ABSENT and (count := _count(raw)) is not None and (most is None or count > most):
+            most = count
+    return most
 
 
 def _count(raw: msgspec.Raw) -> int | None:
     """A number that only limits look at; what is none is the replica's to refuse."""
     value = bytes(raw)
-    if not value:
-        return None
     if value.isdigit() and len(value) <= _COUNT_DIGITS:
         return min(int(value), _MOST_COUNTED)
     try:  # there are replicas that take "16", 16.0 and 1e9 for numbers
@@ -240,8 +248,9 @@ def _require_prompt(endpoint: Endpoint, fields: Body) -> None:
     wanted = _PROMPT_FIELDS[endpoint]
     if wanted is None:
         return
-    value = bytes(memoryview(getattr(fields, wanted))[:4])
-    if value in (b"", b"null"):
+    raw: msgspec.Raw = getattr(fields, wanted)
+    value = bytes(memoryview(raw)[:4])
+    if raw is _ABSENT or value == b"null":
         raise ApiError(400, "missing_required_parameter", f"Missing required parameter: '{wanted}'.", param=wanted)
     if wanted == "messages" and not value.startswith(b"["):
         raise ApiError(400, "invalid_type", "'messages' must be a list of messages.", param=wanted)
@@ -281,8 +290,7 @@ def _followed(fields: Body) -> str | None:
 
 
 def _refuse_inner_fields(fields: Body, *, open_access: bool) -> None:
-    refused = ("warmpath",) if open_access else ("warmpath", *REFUSED)
-    for name in refused:
+    for name in ("warmpath",) if open_access else _INNER:
         if getattr(fields, name) is not _ABSENT:
             raise ApiError(400, "unknown_parameter", f"Unknown parameter: '{name}'.", param=name)
 
@@ -349,6 +357,12 @@ class _Answer(msgspec.Struct):
     usage: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _UsualAnswer(msgspec.Struct):
+    """One whose count is as it should be."""
+
+    usage: Usage | None = None
+
+
 class Response(msgspec.Struct):
     """What the gateway reads of an answer of ``/v1/responses``."""
 
@@ -366,13 +380,17 @@ class Response(msgspec.Struct):
 
 
 _answer_decoder = msgspec.json.Decoder(_Answer)
+_usual_answer_decoder = msgspec.json.Decoder(_UsualAnswer)
 _response_decoder = msgspec.json.Decoder(Response)
 
 
 def parse_usage(answer: bytes) -> Usage | None:
     """Usage of a whole JSON answer. Raises `MsgspecError` when the bytes are no JSON object."""
     try:
-        return usage_of(_answer_decoder.decode(answer).usage)
+        try:
+            return _usual_answer_decoder.decode(answer).usage
+        except msgspec.ValidationError:
+            return usage_of(_answer_decoder.decode(answer).usage)
     except RecursionError as error:
         raise msgspec.DecodeError("nested too deeply") from error
 
