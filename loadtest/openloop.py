@@ -20,7 +20,7 @@ import msgspec
 from loadtest.connection import Connections, Exchange, Lost
 from loadtest.workloads import Request
 
-__all__ = ["Answer", "send_all"]
+__all__ = ["Answer", "encode_request", "send_all"]
 
 _CACHED: Final = re.compile(rb'"cached_tokens": ?(\d+)')
 _COMPLETION: Final = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -54,7 +54,7 @@ async def send_all(
     try:
         for request, taken in zip(requests, itertools.cycle(connections), strict=False):
             due = start + request.at_s / speedup
-            payload = _payload(model, request)
+            payload = encode_request(model, request)
             await asyncio.sleep(max(due - time.monotonic(), 0.0))
             answers.append(loop.create_task(_send(taken, payload, due, timeout_s)))
         return await asyncio.gather(*answers)
@@ -66,7 +66,8 @@ async def send_all(
         gc.enable()
 
 
-def _payload(model: str, request: Request) -> bytes:
+def encode_request(model: str, request: Request) -> bytes:
+    """Head and body, for a server on this machine."""
     body = msgspec.json.encode(
         {
             "model": model,
@@ -97,6 +98,7 @@ async def _send(connections: Connections, payload: bytes, due: float, timeout_s:
 
 
 def _read(exchange: Exchange, answer: Answer, due: float) -> None:
+    answer.last_s = exchange.last_at - due
     tail = _CHUNK_BORDER.sub(b"", exchange.tail)
     cached, completion = _CACHED.search(tail), _COMPLETION.search(tail)
     if exchange.status != 200:
@@ -104,6 +106,6 @@ def _read(exchange: Exchange, answer: Answer, due: float) -> None:
     elif exchange.first_at is None or b"[DONE]" not in tail or completion is None:
         answer.error = "cut"
     else:
-        answer.first_s, answer.last_s = exchange.first_at - due, exchange.last_at - due
+        answer.first_s = exchange.first_at - due
         answer.cached_tokens = int(cached[1]) if cached else 0
         answer.completion_tokens = int(completion[1])

@@ -11,7 +11,7 @@ from loadtest.compare import Report, Setup
 from loadtest.peers import PINNED
 from loadtest.summary import Figures, Run
 
-__all__ = ["CELLS", "TARGETS", "Check", "Target", "cell_name", "check_targets"]
+__all__ = ["CELLS", "OURS", "TARGETS", "Check", "Target", "cell_name", "check_targets"]
 
 Against = Literal["nobody", "best peer", "that peer", "pinning", "random"]
 """best peer: the other program that has the least of the metric. that peer: the one with the least TTFT p90. pinning: the
@@ -23,7 +23,7 @@ CELLS: Final = ("shared", "chats", "trace 1×", "trace 1.5×", "trace 2×")
 _STEP: Final = {"shared": "60/s"}
 """What counts of a load in steps."""
 
-_OURS: Final = {"exact": "cost", "plain": "cost (plain)"}
+OURS: Final = {"exact": "cost", "plain": "cost (plain)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def check_targets(reports: Iterable[Report]) -> list[Check]:
         if report is None:
             continue
         runs = {run.arm: run for run in report.median}
-        for mode, name in _OURS.items():
+        for mode, name in OURS.items():
             if name in runs and (check := _check(target, mode, runs[name], runs, report.setup.peers)) is not None:
                 found.append(check)
     return found
