@@ -1,8 +1,10 @@
 """`Router`: the one mutable thing that the gateway talks to. It knows replicas, learns from them, and decides.
 
-    cost(replica) = (wait + away + w · own work) ÷ weight        all in seconds
+    cost(replica) = (wait + away + (w + delayed) · own work) ÷ weight        all in seconds
 
-*Wait* is uncached prompt tokens already promised to the replica ÷ its prefill rate, plus what its running decodes add. *Own
+*Wait* is uncached prompt tokens already promised to the replica ÷ its prefill rate, plus what its running decodes add. Own
+workers compute short prompts before long ones (`router.prompt_order`): what would come after this one is no wait, but
+it is *delayed* by this one's work, so each prompt that is counts once more. *Own
 work* is this prompt's uncached tokens ÷ that rate + a fixed part. With w = 1 this is the predicted time to the first token; w
 rises with the wait that even the least busy replica has, because near saturation every token prefilled twice delays
 everybody. *Away* is 0, but with several gateways that hear nothing of each other it is what counts against replicas that
@@ -537,12 +539,15 @@ class Router:
             if depths and (depth := depths.get(replica.holding.slot)):
                 matched = min(members.tokens_of(depth), most_matched)
             wait = replica.wait_s(now, rate)
-            if replica.yielding_tokens and not query.yields:
-                wait = min(wait, replica.firm_wait_s(now, rate))
+            delayed = 0
+            behind = replica.behind(num_tokens - matched, now, rate, yields=query.yields)
+            if behind is not None:
+                wait = max(wait - behind.tokens / rate, replica.decoding_s(now))
+                delayed = behind.delayed
             why_not = "excluded" if exclude and replica.id in exclude else replica.why_not(now)
             if not why_not and wait < least_wait:
                 least_wait = wait
-            rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + fixed_s))
+            rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + fixed_s, delayed))
         if query.backlog_tokens:
             least_wait += query.backlog_tokens / (usual_rate * len(rows))
         w = 1.0 if least_wait == math.inf else min(1.0 + settings.w_per_wait_s * least_wait, settings.max_w)
@@ -556,12 +561,13 @@ class Router:
                     num_tokens - matched,
                     wait,
                     own,
-                    (wait + replica.away_s + w * own) / replica.weight,
+                    (wait + replica.away_s + (w + delayed) * own) / replica.weight,
                     replica.trust,
                     replica.inflight,
                     replica.away_s,
+                    delayed,
                 )
-                for replica, why_not, matched, wait, own in rows
+                for replica, why_not, matched, wait, own, delayed in rows
             ]
         )
         return candidates, w
