@@ -96,6 +96,7 @@ def build_gateway(settings: Settings, keys: KeyStore, source: SettingsSource | N
     data = build_data_plane(settings, knowledge, keys, None, Homes(), Quarantine())
 
     async def metrics(replicas: Sequence[ReplicaView]) -> bytes:
+        data.endings.tell()
         in_flight, now = data.public.in_flight, time.monotonic()
         return await asyncio.to_thread(lambda: render(data.telemetry.families(in_flight), replicas, now))
 
@@ -103,6 +104,7 @@ def build_gateway(settings: Settings, keys: KeyStore, source: SettingsSource | N
         return data.decision_bodies()
 
     def rates() -> RequestRates:
+        data.endings.tell()
         per_s, failed_per_s = data.rates.per_s(time.monotonic())
         return RequestRates(data.public.in_flight, len(data.admission), per_s, failed_per_s)
 

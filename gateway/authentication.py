@@ -19,7 +19,7 @@ from typing import Final
 from starlette.types import Scope
 
 from gateway.api_error import ApiError
-from gateway.keys import KeyKind, KeyRecord, RingSource
+from gateway.keys import KeyKind, KeyRecord, KeyRing, RingSource
 from gateway.server.asgi import header
 
 __all__ = ["Authenticator", "FailureCounter"]
@@ -70,6 +70,15 @@ class Authenticator:
         self._clock = clock
         self._wall_clock = wall_clock
         self._failures = failures if failures is not None else FailureCounter()
+
+    @property
+    def ring(self) -> KeyRing:
+        """The one that counts now."""
+        return self._keys.ring
+
+    def is_current(self, key: KeyRecord, ring: KeyRing) -> bool:
+        """Whether what `ring` said of a key is still so. A change makes a new ring; keys expire by themselves."""
+        return ring is self._keys.ring and key.is_live(self._wall_clock())
 
     def client(self, scope: Scope) -> KeyRecord:
         """The client key of a request. Raises `ApiError`: 401 for everything else, 429 where there is too much of that."""

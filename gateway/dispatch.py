@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -101,7 +102,7 @@ class Record(msgspec.Struct):
     endpoint: str
     started_at: float
     """Monotonic, seconds, as all times here."""
-    trace: Trace = UNTRACED
+    trace: Trace = msgspec.field(default_factory=lambda: UNTRACED)
     method: str = "POST"
     model: str = ""
     stream: bool = False
@@ -126,6 +127,11 @@ class Record(msgspec.Struct):
     limit: str = ""
     """The measure of the limit that refused it; '' when none did."""
 
+    @property
+    def ended_at(self) -> float:
+        """Of one that has ended."""
+        return self.started_at + self.duration_s
+
 
 class _TryElsewhere(Exception):
     """This replica did not answer; `error` is what the client gets if no other one does."""
@@ -145,6 +151,18 @@ class _TryElsewhere(Exception):
 class _Held:
     """A reservation for as long as a try runs. Leaving without an outcome means that the client left."""
 
+    __slots__ = (
+        "_clock",
+        "_on_change",
+        "_reservation",
+        "_router",
+        "attempt",
+        "begun_at",
+        "outcome",
+        "replica_id",
+        "usage",
+    )
+
     def __init__(
         self,
         router: Router,
@@ -157,18 +175,12 @@ class _Held:
         self._reservation = reservation
         self._clock = clock
         self._on_change = on_change
+        self.replica_id = reservation.replica_id
+        self.begun_at = reservation.begun_at
         self.attempt: Attempt | None = None
         """None unless the request's trace is recorded."""
         self.outcome = Outcome.CANCELLED
         self.usage: Usage | None = None
-
-    @property
-    def replica_id(self) -> str:
-        return self._reservation.replica_id
-
-    @property
-    def begun_at(self) -> float:
-        return self._reservation.begun_at
 
     def answered(self) -> None:
         now = self._clock()
@@ -226,10 +238,13 @@ class _Patience:
         self._pinging = self._loop.create_task(self._ping())
 
     async def _ping(self) -> None:
-        await self._reply.start(200, _STREAM_HEADERS)
-        while True:
-            await self._reply.chunk(b": ping\n\n")
-            await asyncio.sleep(self._ping_s)
+        with contextlib.suppress(
+            Exception
+        ):  # whoever answers meets the same fault at its own next write, and tells of it
+            await self._reply.start(200, _STREAM_HEADERS)
+            while True:
+                await self._reply.chunk(b": ping\n\n")
+                await asyncio.sleep(self._ping_s)
 
 
 class Dispatcher:
@@ -381,17 +396,14 @@ class Dispatcher:
             else:
                 await self._relay_whole(response, job, held, reply, record)
         finally:
-            await response.aclose()
+            if not response.ended:
+                await response.aclose()
 
     def _upstream_request(
         self, job: Job, placed: Placed, spec: ReplicaSpec, trace: Sequence[Header]
     ) -> UpstreamRequest:
-        origin, prefix = Origin.parse(spec.url)
-        headers: list[Header] = [(b"x-request-id", job.request_id.encode()), *trace]
-        if job.request.method == "POST":
-            headers.append((b"content-type", b"application/json"))
-        if spec.credential:
-            headers.append((b"authorization", b"Bearer " + spec.credential.encode()))
+        request = job.request
+        origin, prefix, usual_headers = _address(spec.url, spec.credential, request.method)
         extra: dict[str, Any] = {}
         if spec.kind == "warmpath":
             field = PromptField(
@@ -403,12 +415,14 @@ class Dispatcher:
             )
             extra["warmpath"] = msgspec.Raw(field.encode(job.prompt.ids or b""))
         return UpstreamRequest(
-            method=job.request.method,
+            method=request.method,
             origin=origin,
-            path=prefix + job.request.path,
-            headers=headers,
-            body=job.request.upstream_body(extra),
+            path=prefix + request.path,
+            usual_headers=usual_headers,
+            headers=[(b"x-request-id", job.request_id.encode()), *trace],
+            body=request.upstream_body(extra),
             timeouts=self._timeouts,
+            ready="body" if request.stream else "whole",
         )
 
     async def _pass_refusal(self, response: UpstreamResponse, job: Job, held: _Held, reply: Reply) -> None:
@@ -508,7 +522,8 @@ class Dispatcher:
             return
         await reply.end()
         self._settle(relay.usage if not job.request.subpath else None, job, held, record)
-        await _read_to_end(response)
+        if not response.ended:
+            await _read_to_end(response)
 
     def _crashed(self, job: Job, replica_id: str, begun_at: float) -> bool:
         return self._quarantine.crashed(job.fingerprint, replica_id, begun_at, self._clock())
@@ -521,25 +536,29 @@ class Dispatcher:
             self._admission.answered(job.request.model, job.owner, usage.completion_tokens)
 
 
+@lru_cache(maxsize=1024)
+def _address(url: str, credential: str, method: str) -> tuple[Origin, str, tuple[Header, ...]]:
+    """Origin and path prefix of a replica, and what is the same in the heads of all requests to it."""
+    origin, prefix = Origin.parse(url)
+    headers: list[Header] = []
+    if method == "POST":
+        headers.append((b"content-type", b"application/json"))
+    if credential:
+        headers.append((b"authorization", b"Bearer " + credential.encode()))
+    return origin, prefix, tuple(headers)
+
+
 async def _first_output(response: UpstreamResponse, relay: EventRelay) -> bytes:
     """Everything up to and with the first event that carries a part of the answer: what comes before it commits nothing."""
     output = b""
     while not relay.events:
-        data = await _next_output(response, relay)
-        if not data:
+        chunk = await response.read_chunk()
+        output += relay.feed(chunk) if chunk is not None else relay.flush()
+        if chunk is None and not relay.events:
             raise bad_upstream("A replica ended its stream before it began.")
-        output += data
         if len(output) > 2 * relay.max_event_bytes:
             raise bad_upstream("A replica did not begin its answer.")
     return output
-
-
-async def _next_output(response: UpstreamResponse, relay: EventRelay) -> bytes:
-    """The next bytes for the client; b'' at the end. Chunks that hold nothing for it are passed over."""
-    while (chunk := await response.read_chunk()) is not None:
-        if data := relay.feed(chunk):
-            return data
-    return relay.flush()
 
 
 async def _read_to_end(response: UpstreamResponse) -> None:

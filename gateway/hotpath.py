@@ -1,4 +1,4 @@
-"""The routes of the data path as raw ASGI: who, how much, what, then `gateway.dispatch`.
+"""The routes of the data path: who, how much, what, then `gateway.dispatch`.
 
 Order matters: a request without a valid key costs no body read, nor does one whose key has no requests left; what it takes of
 its limits is known, and taken, once its prompt is; a refused one takes nothing, and costs nothing upstream. Whatever goes wrong
@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -23,6 +24,7 @@ from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Job, Record
 from gateway.failures import shutting_down, unroutable, unsupported
 from gateway.homes import Home, Homes
+from gateway.hot_head import Client, HotHead, hot_head
 from gateway.keys import KeyRecord, KeyScope
 from gateway.limits import (
     LOCAL_HEADER,
@@ -35,23 +37,15 @@ from gateway.limits import (
     refusal_headers,
 )
 from gateway.model_cards import ModelCards
-from gateway.openai import ENDPOINTS, Endpoint, GenerationRequest, parse_request
+from gateway.openai import Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
-from gateway.server.asgi import (
-    ClientGone,
-    Header,
-    Reply,
-    last_header,
-    read_body,
-    request_id,
-    require_json,
-    while_connected,
-)
+from gateway.server.asgi import AsgiExchange, ClientGone, Header, Reply, new_request_id, while_connected
+from gateway.server.exchange import Exchange, Route
 from gateway.spending import Spending
 from gateway.sse import error_event
-from gateway.stored import StoredCall, parse_stored_call
-from gateway.tenants import Standing, priority_asked
+from gateway.stored import StoredCall
+from gateway.tenants import Standing
 from gateway.tokenizing import Tokenizing
 from gateway.tracing import Trace
 from router import Pool, Router, UnknownReplica
@@ -74,7 +68,6 @@ _SCOPES: Final[dict[str, KeyScope]] = {
 """What a key needs for each of `ENDPOINTS`."""
 _LAST_WORDS_S: Final = 1.0
 """A client that does not take them in time has stopped reading."""
-_MAX_RETRY_DIGITS: Final = 3
 _LONG_PROMPT_TOKENS: Final = 32 << 10
 """Shorter ones are refused by the replica as cheaply."""
 _USUAL: Final = Standing()
@@ -84,12 +77,14 @@ _NOTHING_TO_COMPUTE: Final = PreparedPrompt(names=[], num_tokens=0, ids=None)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use the gateway. `authenticator` is None when it is open to everyone who reaches it."""
+    """Who may use the gateway, and how much. `authenticator` is None when it is open to everyone who reaches it."""
 
     authenticator: Authenticator | None
     rules: Rules
     limiter: Limiter
     salt_for: Callable[[str], str]
+    tenants: Mapping[str, Standing]
+    """Those that stand otherwise than usual."""
 
 
 class HotPath:
@@ -105,15 +100,12 @@ class HotPath:
         tokenizing: Tokenizing,
         dispatcher: Dispatcher,
         homes: Homes,
-        tenants: Mapping[str, Standing],
         max_body_bytes: int,
         clock: Callable[[], float],
-        begin_trace: Callable[[Iterable[Header]], Trace],
+        begin_trace: Callable[[Sequence[Header]], Trace],
         on_finish: Callable[[Record], None],
     ) -> None:
-        """`rest` serves every other route. `tenants`: those that stand otherwise than usual. `on_finish` is called once for
-        each request that came to one of ours.
-        """
+        """`rest` serves every other route. `on_finish` is called once for each request that came to one of ours."""
         self._rest = rest
         self._router = router
         self._access = access
@@ -123,7 +115,6 @@ class HotPath:
         self._tokenizing = tokenizing
         self._dispatcher = dispatcher
         self._homes = homes
-        self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._begin_trace = begin_trace
@@ -144,32 +135,34 @@ class HotPath:
 
     def set_rules(self, rules: Rules, tenants: Mapping[str, Standing]) -> None:
         """For requests from now on. What was used before counts against the new limits as well."""
-        self._access = replace(self._access, rules=rules)
-        self._tenants = tenants
+        self._access = replace(self._access, rules=rules, tenants=tenants)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        if path in ENDPOINTS and scope["method"] == "POST":
-            await self._handle(scope, receive, send, None)
-        elif (stored := parse_stored_call(scope["method"], path, scope["query_string"])) is not None:
-            await self._handle(scope, receive, send, stored)
+        route = self.direct_route(scope)
+        if route is not None:
+            await route(AsgiExchange(scope, receive, send))
         else:
             await self._rest(scope, receive, send)
 
-    async def _handle(self, scope: Scope, receive: Receive, send: Send, stored: StoredCall | None) -> None:
-        reply = Reply(send, request_id(scope), scope.get("extensions"))
+    def direct_route(self, scope: Scope) -> Route | None:
+        """See `gateway.server.exchange.RoutesDirectly`."""
+        head = hot_head(scope)
+        return partial(self._handle, head) if head is not None else None
+
+    async def _handle(self, head: HotHead, exchange: Exchange) -> None:
+        reply = Reply(exchange, head.given_id or new_request_id())
         record = Record(
             request_id=reply.request_id,
-            endpoint=stored.endpoint if stored else scope["path"],
+            endpoint=head.endpoint,
             started_at=self._clock(),
-            trace=self._begin_trace(scope["headers"]),
-            method=scope["method"],
-            client_retries=_client_retries(scope),
+            trace=self._begin_trace(head.trace_headers),
+            method=head.method,
+            client_retries=head.client_retries,
         )
-        task = cast("asyncio.Task[None]", asyncio.current_task())
+        task = exchange.task
         self._running.add(task)
         try:
-            await self._answer(scope, receive, reply, record, stored, task)
+            await self._answer(head, exchange, reply, record)
             record.status = reply.status or 0
         except ApiError as error:
             record.error_code = error.code
@@ -197,32 +190,25 @@ class HotPath:
             record.duration_s = self._clock() - record.started_at
             self._on_finish(record)
 
-    async def _answer(
-        self,
-        scope: Scope,
-        receive: Receive,
-        reply: Reply,
-        record: Record,
-        stored: StoredCall | None,
-        task: asyncio.Task[None],
-    ) -> None:
-        key = authenticate(self._access.authenticator, scope, _SCOPES[record.endpoint])
-        owner = record.tenant = key.tenant if key is not None else PUBLIC_GROUP
+    async def _answer(self, head: HotHead, exchange: Exchange, reply: Reply, record: Record) -> None:
+        client = self._client(head)
+        key, caller, standing = client.key, client.caller, client.standing
+        owner = record.tenant = client.tenant
         if key is not None:
             record.key_id = key.id
-        standing = self._tenants.get(owner, _USUAL)
-        priority = priority_asked(scope["headers"], standing.priority)
-        caller = self._caller(key, owner)
+        priority = head.priority(standing.priority)
         if caller.early and (refused := self._access.limiter.look(caller.early)) is not None:
             raise _refuse(refused, reply, record)
         home = None
-        if stored is not None:
-            request, home = self._find(stored, owner)
+        if head.stored is not None:
+            request, home = self._find(head.stored, owner)
             asked = (request.model, *self._aliases.of(request.model))  # by which of them is not known any more
         else:
-            require_json(scope)
-            body = await read_body(scope, receive, self._max_body_bytes)
-            request = parse_request(cast(Endpoint, scope["path"]), body, open_access=key is None)
+            head.require_json()
+            body = exchange.try_take_body(self._max_body_bytes)
+            if body is None:
+                body = await exchange.read_body(self._max_body_bytes)
+            request = parse_request(cast(Endpoint, head.endpoint), body, open_access=key is None)
             asked = (request.model,)
             request = self._aliases.resolve(request)
             if request.follows is not None and (known := self._home(owner, request.follows)) is not None:
@@ -230,7 +216,7 @@ class HotPath:
         pool = self._pool(request, asked, key)
         record.model = request.model
         record.stream = request.stream
-        salt = self._access.salt_for(key.group if key is not None else PUBLIC_GROUP)
+        salt = self._access.salt_for(client.group)
 
         def job(prompt: PreparedPrompt) -> Job:
             return Job(
@@ -246,7 +232,7 @@ class HotPath:
                 home=home,
             )
 
-        async with while_connected(scope, receive, reply, task):
+        with while_connected(exchange, reply):
             if request.endpoint in _TOKENIZING:
                 with await self._admit(caller, request, _NOTHING_TO_COMPUTE, reply, record):
                     if (tokens := await self._tokenizing.answer(request, pool)) is not None:
@@ -277,10 +263,20 @@ class HotPath:
             )
             raise ApiError(400, "context_length_exceeded", message, param=param)
 
-    def _caller(self, key: KeyRecord | None, tenant: str) -> Caller:
-        if key is None:
-            return self._access.rules.caller(None, None, tenant)
-        return self._access.rules.caller(key.id, key.limits, tenant)
+    def _client(self, head: HotHead) -> Client:
+        """Who asks. Raises `ApiError` as `authenticate` does."""
+        access = self._access
+        authenticator, known = access.authenticator, head.client
+        if known is not None and known.rules is access and _is_current(authenticator, known):
+            return known
+        ring = authenticator.ring if authenticator is not None else None
+        key = authenticate(authenticator, head.scope, _SCOPES[head.endpoint])
+        tenant, group = (key.tenant, key.group) if key is not None else (PUBLIC_GROUP, PUBLIC_GROUP)
+        key_id, quota = (key.id, key.limits) if key is not None else (None, None)
+        caller = access.rules.caller(key_id, quota, tenant)
+        standing = access.tenants.get(tenant, _USUAL)
+        head.client = Client(key, tenant, group, standing, caller, ring, access)
+        return head.client
 
     async def _admit(
         self, caller: Caller, request: GenerationRequest, prompt: PreparedPrompt, reply: Reply, record: Record
@@ -366,7 +362,7 @@ def authenticate(authenticator: Authenticator | None, scope: Scope, needs: KeySc
     return key
 
 
-def _client_retries(scope: Scope) -> int:
-    """What OpenAI's SDKs say when they try again; 0 for anything else."""
-    value = last_header(scope, b"x-stainless-retry-count")
-    return int(value) if value is not None and value.isdigit() and len(value) <= _MAX_RETRY_DIGITS else 0
+def _is_current(authenticator: Authenticator | None, client: Client) -> bool:
+    if authenticator is None or client.key is None or client.ring is None:
+        return authenticator is None and client.key is None
+    return authenticator.is_current(client.key, client.ring)

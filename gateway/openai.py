@@ -7,6 +7,7 @@ stay raw bytes and reach the replica as the client wrote them. Fields are added 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -52,6 +53,10 @@ _USAGE_ON_REQUEST: Final = frozenset({"/v1/chat/completions", "/v1/completions"}
 _MAX_ITEMS: Final = 2048
 """Messages, parts of messages, inputs: each costs a step of its own, here and at the replica. OpenAI's limit for inputs."""
 
+_TELLING_BYTES: Final = 64
+_FEW_BYTES: Final = 100_000
+"""Half of `MAX_VALUES` at most, which leaves the other half to what is known."""
+
 _COUNT_DIGITS: Final = 16
 _MOST_COUNTED: Final = 1 << 31
 
@@ -96,6 +101,10 @@ class Body(msgspec.Struct):
 
 _body_decoder = msgspec.json.Decoder(Body)
 
+_INNER: Final = ("warmpath", *REFUSED)
+_inner_of = attrgetter(*_INNER)
+_NO_INNER: Final = (_ABSENT,) * len(_INNER)
+
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to replicas whose outer shape is valid."""
@@ -116,6 +125,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     follows: str | None = None
     """Id of the response or conversation that this one goes on from."""
     body: bytes = b""
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    """As they are in the body."""
 
     @property
     def is_chat(self) -> bool:
@@ -138,6 +149,29 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         """The whole body decoded. Raises `ApiError` 400 for what the first scan skipped."""
         fields = decode_object(self.body)
         _require_few_items(fields)
+        return fields
+
+    def fields_behind(self, messages: bytes, num_known: int) -> dict[str, Any] | None:
+        """`fields`, with those messages only that come behind the first bytes of `messages`, as `fields` found them valid in
+        another request; there is a comma. `messages`: the same as ours. None where `fields` must say.
+        """
+        start = self.body.find(messages[:_TELLING_BYTES])
+        if not self.body.startswith(messages, start):
+            return None
+        end = start + len(messages)
+        # Where the null comes out is the list that counts, and not another one like it.
+        parts = (self.body[:start], b"[null", messages[num_known:], self.body[end:])
+        shortened = b"".join(parts)
+        if len(shortened) > _FEW_BYTES:
+            return None
+        try:
+            fields = decode_object(shortened)
+        except ApiError:
+            return None
+        new = fields["messages"]
+        if new[0] is not None:
+            return None
+        fields["messages"] = new[1:]
         return fields
 
     def upstream_body(self, extra: dict[str, Any]) -> bytes:
@@ -167,7 +201,8 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
         raise invalid_json(str(error)) from error
     except RecursionError as error:
         raise invalid_json("it is nested too deeply") from error
-    _refuse_inner_fields(fields, open_access=open_access)
+    if _inner_of(fields) != _NO_INNER:
+        _refuse_inner_fields(fields, open_access=open_access)
     _require_prompt(endpoint, fields)
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(
@@ -184,19 +219,22 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
         choices=_most(fields.n, fields.best_of) or 1,
         follows=_followed(fields) if endpoint == "/v1/responses" else None,
         body=body,
+        messages=fields.messages,
     )
 
 
 def _most(*values: msgspec.Raw) -> int | None:
     """Of those that are given: which of them counts is a replica's to say, and it may be the largest."""
-    return max((count for raw in values if (count := _count(raw)) is not None), default=None)
+    most = None
+    for raw in values:
+        if raw is not _ABSENT and (count := _count(raw)) is not None and (most is None or count > most):
+            most = count
+    return most
 
 
 def _count(raw: msgspec.Raw) -> int | None:
     """A number that only limits look at; what is none is the replica's to refuse."""
     value = bytes(raw)
-    if not value:
-        return None
     if value.isdigit() and len(value) <= _COUNT_DIGITS:
         return min(int(value), _MOST_COUNTED)
     try:  # there are replicas that take "16", 16.0 and 1e9 for numbers
@@ -210,8 +248,9 @@ def _require_prompt(endpoint: Endpoint, fields: Body) -> None:
     wanted = _PROMPT_FIELDS[endpoint]
     if wanted is None:
         return
-    value = bytes(memoryview(getattr(fields, wanted))[:4])
-    if value in (b"", b"null"):
+    raw: msgspec.Raw = getattr(fields, wanted)
+    value = bytes(memoryview(raw)[:4])
+    if raw is _ABSENT or value == b"null":
         raise ApiError(400, "missing_required_parameter", f"Missing required parameter: '{wanted}'.", param=wanted)
     if wanted == "messages" and not value.startswith(b"["):
         raise ApiError(400, "invalid_type", "'messages' must be a list of messages.", param=wanted)
@@ -251,8 +290,7 @@ def _followed(fields: Body) -> str | None:
 
 
 def _refuse_inner_fields(fields: Body, *, open_access: bool) -> None:
-    refused = ("warmpath",) if open_access else ("warmpath", *REFUSED)
-    for name in refused:
+    for name in ("warmpath",) if open_access else _INNER:
         if getattr(fields, name) is not _ABSENT:
             raise ApiError(400, "unknown_parameter", f"Unknown parameter: '{name}'.", param=name)
 
@@ -319,6 +357,12 @@ class _Answer(msgspec.Struct):
     usage: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _UsualAnswer(msgspec.Struct):
+    """One whose count is as it should be."""
+
+    usage: Usage | None = None
+
+
 class Response(msgspec.Struct):
     """What the gateway reads of an answer of ``/v1/responses``."""
 
@@ -336,13 +380,17 @@ class Response(msgspec.Struct):
 
 
 _answer_decoder = msgspec.json.Decoder(_Answer)
+_usual_answer_decoder = msgspec.json.Decoder(_UsualAnswer)
 _response_decoder = msgspec.json.Decoder(Response)
 
 
 def parse_usage(answer: bytes) -> Usage | None:
     """Usage of a whole JSON answer. Raises `MsgspecError` when the bytes are no JSON object."""
     try:
-        return usage_of(_answer_decoder.decode(answer).usage)
+        try:
+            return _usual_answer_decoder.decode(answer).usage
+        except msgspec.ValidationError:
+            return usage_of(_answer_decoder.decode(answer).usage)
     except RecursionError as error:
         raise msgspec.DecodeError("nested too deeply") from error
 

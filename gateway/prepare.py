@@ -20,7 +20,7 @@ from gateway.api_error import ApiError
 from gateway.openai import GenerationRequest
 from router import BlockName, IdTexts, NameCache, Pool, Query, chunk_names, root_name
 from router.chat_rules import check_chat
-from router.prompt import Prompter, PromptError, TokenizerFiles, load_prompter
+from router.prompt import Prompter, PromptError, Sighting, TokenizerFiles, load_prompter
 from router.text_key import canonical_text
 from router.wire import pack_ids
 
@@ -77,6 +77,15 @@ class Prompters:
 
     def get(self, digest: str) -> Prompter | None:
         return self._loaded.get(digest)
+
+    def talks(self) -> dict[tuple[str, ...], float]:
+        """How many were begun, continued and mistaken, for all models. Any thread may ask."""
+        counts = [prompter.talks for prompter in list(self._loaded.values())]
+        return {
+            ("begun",): sum(each.begun for each in counts),
+            ("continued",): sum(each.continued for each in counts),
+            ("mistaken",): sum(each.mistaken for each in counts),
+        }
 
     async def load(self, files: TokenizerFiles) -> str:
         """Digest under which the tokenizer can be had from now on. Raises `TokenizerError` for bad files."""
@@ -173,10 +182,9 @@ def _packed_ids(request: GenerationRequest, prompter: Prompter, escape: bool) ->
 
     `escape` is for messages: a plain prompt is written by who knows the model's tokens, and means them.
     """
-    fields = request.fields()
     if request.is_chat:
-        check_chat(fields)
-        return prompter.pack_chat(fields, now=datetime.now(UTC), escape=escape), 1, 0
+        return _packed_chat(request, prompter, escape), 1, 0
+    fields = request.fields()
     prompt = fields["prompt"]
     is_one = not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int)
     first = prompt if is_one else prompt[0]
@@ -193,6 +201,31 @@ def _packed_ids(request: GenerationRequest, prompter: Prompter, escape: bool) ->
     num_prompts, rest = _prompts(prompt)
     per_unit = max(len(packed) / 4 / max(len(first), 1), 1 / _MOST_CHARS_PER_TOKEN)
     return packed, num_prompts, math.ceil(rest * per_unit)
+
+
+def _packed_chat(request: GenerationRequest, prompter: Prompter, escape: bool) -> bytes:
+    now = datetime.now(UTC)
+    if escape:
+        fields = request.fields()
+        check_chat(fields)
+        return prompter.pack_chat(fields, now, escape=True)
+    sighting = prompter.sight_talk(request.messages)
+    if (packed := _continued(request, prompter, sighting, now)) is not None:
+        return packed
+    fields = request.fields()
+    check_chat(fields)
+    return prompter.begin_talk(sighting, fields, now)
+
+
+def _continued(request: GenerationRequest, prompter: Prompter, sighting: Sighting, now: datetime) -> bytes | None:
+    """Ids of a known talk that goes on; None where all of it must be looked at."""
+    if sighting.known is None or (fields := request.fields_behind(sighting.source, len(sighting.known.source))) is None:
+        return None
+    try:
+        check_chat(fields)
+        return prompter.continue_talk(sighting, fields, now)
+    except PromptError:  # which would count from the first new message
+        return None
 
 
 def _prompts(prompt: object) -> tuple[int, int]:

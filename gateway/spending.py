@@ -18,6 +18,8 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from gateway.api_error import ApiError
 from gateway.dispatch import Record
 from gateway.limits import Reservation, Rules
@@ -25,14 +27,13 @@ from gateway.limits import Reservation, Rules
 __all__ = ["Spending"]
 
 
-class Spending:
+class Spending(msgspec.Struct, eq=False):
     """``with Spending(...):`` around whatever is done for a request that was let through."""
 
-    def __init__(self, reservation: Reservation, rules: Rules, record: Record, prompt_tokens: int) -> None:
-        self._reservation = reservation
-        self._rules = rules
-        self._record = record
-        self._prompt_tokens = prompt_tokens
+    reservation: Reservation
+    rules: Rules
+    record: Record
+    prompt_tokens: int
 
     def __enter__(self) -> Self:
         return self
@@ -40,16 +41,16 @@ class Spending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        record, reservation = self._record, self._reservation
+        record, reservation = self.record, self.reservation
         if (usage := record.usage) is not None:
             tokens = usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens
-            reservation.end(self._rules.used(record.model, *tokens))
+            reservation.end(self.rules.used(record.model, *tokens))
         elif record.output_events:
-            reservation.end(self._rules.used(record.model, self._prompt_tokens, 0, record.output_events))
+            reservation.end(self.rules.used(record.model, self.prompt_tokens, 0, record.output_events))
         elif record.is_answered:
             reservation.end_as_reserved()
         elif record.tries and isinstance(error, asyncio.CancelledError):
-            reservation.end(self._rules.used(record.model, self._prompt_tokens, 0, 0))
+            reservation.end(self.rules.used(record.model, self.prompt_tokens, 0, 0))
         elif error is None or _is_clients(error):
             reservation.end_refused()
         else:

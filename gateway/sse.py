@@ -228,6 +228,8 @@ class SseRelay(EventRelay):
 
 def data_of(event: bytes) -> bytes:
     """The event's data, b'' if it has none. White space around it means nothing in JSON and is left out."""
+    if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2 and event.endswith(b"\n"):
+        return event[5:].strip()  # one line, as nearly always
     return b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
 
 

@@ -8,17 +8,19 @@ name for is ``warmpath.*``. Content is never recorded: no prompt, answer, header
 our own ids, names of models and replicas, numbers, and error codes from fixed sets.
 
 Whether a trace is recorded is decided when the request arrives, by its caller's flag or by chance, and its ids are drawn then.
-The spans themselves are made when the request has ended, from what its record says: a request that is not sampled costs two
-random numbers, and one that is costs nothing before its last byte went out. What sends them is
-`gateway.otlp`.
+The spans themselves are made when the request has ended, from what its record says: a request that is not sampled costs one
+look at its headers' names and a `Trace` that was made with many others, and one that is costs nothing before its last byte went
+out. What sends them is `gateway.otlp`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import urlsplit
 
@@ -31,7 +33,7 @@ from router.trace_context import TraceContext, parse_traceparent
 if TYPE_CHECKING:
     from gateway.dispatch import Record
 
-__all__ = ["UNTRACED", "Attempt", "SpanExport", "Trace", "Tracer", "Value"]
+__all__ = ["TRACE_HEADERS", "UNTRACED", "Attempt", "SpanExport", "Trace", "Tracer", "Value"]
 
 Header = tuple[bytes, bytes]
 Value = str | int | float | bool | Sequence[str]
@@ -44,9 +46,19 @@ _OPERATIONS: Final[Mapping[str, str]] = {
 }
 """``gen_ai.operation.name``; others are named by their path."""
 
+TRACE_HEADERS: Final = frozenset({b"traceparent", b"tracestate", b"baggage"})
+"""All that `Tracer.begin` looks at."""
+_name_of: Final = itemgetter(0)
+
+_TRACE_CHARS: Final = 32
+_SPAN_CHARS: Final = 16
+_MADE_AT_ONCE: Final = 64
+"""Traces, in a tenth of a millisecond."""
+
 _MAX_READ_BYTES: Final = 1 << 20
 """Of a body or answer that is looked at once more for a span's attributes: 1 ms. What is longer goes without them."""
 _MAX_ID_CHARS: Final = 128
+_NO_PARAMETERS: Final[Mapping[str, Value]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -87,29 +99,25 @@ class Attempt:
             self.answer["gen_ai.response.finish_reasons"] = reasons
 
 
-class Trace:
+class Trace(msgspec.Struct):
     """One request's place in the traces. Made for every request; only a sampled one has spans."""
 
-    __slots__ = ("_headers", "attempts", "context", "parameters", "parent")
-
-    def __init__(self, context: TraceContext | None, parent: TraceContext | None, headers: list[Header]) -> None:
-        self.context = context
-        """Of the SERVER span; of the client's own where nothing is recorded; None where there is no trace at all."""
-        self.parent = parent
-        """The client's span."""
-        self.attempts: list[Attempt] = []
-        self.parameters: dict[str, Value] = {}
-        """Attributes found in the request."""
-        self._headers = headers
+    context: TraceContext | None
+    """Of the SERVER span; of the client's own where nothing is recorded; None where there is no trace at all."""
+    parent: TraceContext | None
+    """The client's span."""
+    told: Sequence[Header]
+    """To replicas, where nothing is recorded: `traceparent`, if there is a trace, then `tracestate` and `baggage` as they
+    came."""
+    sampled: bool = False
+    """Whether spans are wanted."""
+    attempts: Sequence[Attempt] = ()
+    parameters: Mapping[str, Value] = _NO_PARAMETERS
+    """Attributes found in the request."""
 
     @property
     def trace_id(self) -> str:
         return self.context.trace_id if self.context is not None else ""
-
-    @property
-    def sampled(self) -> bool:
-        """Whether spans are wanted."""
-        return self.context is not None and self.context.sampled and self.context is not self.parent
 
     def begin_attempt(self, decision: Decision, provider: str, url: str, now: float) -> Attempt | None:
         """None where nothing is recorded."""
@@ -118,13 +126,14 @@ class Trace:
         assert self.context is not None
         context = TraceContext(self.context.trace_id, _new_span_id(), sampled=True)
         attempt = Attempt(context, decision, provider, url, now)
-        self.attempts.append(attempt)
+        self.attempts = [*self.attempts, attempt]
         return attempt
 
-    def headers(self, attempt: Attempt | None) -> list[Header]:
-        """For the replica: `tracestate` and `baggage` as they came, and the span that is its parent."""
-        context = attempt.context if attempt is not None else self.context
-        return self._headers if context is None else [(b"traceparent", context.traceparent), *self._headers]
+    def headers(self, attempt: Attempt | None) -> Sequence[Header]:
+        """For the replica. Of a try that is recorded, that one is its parent."""
+        if attempt is None:
+            return self.told
+        return [(b"traceparent", attempt.context.traceparent), *self.told[1:]]
 
     def read_request(self, body: bytes) -> None:
         """Note what the request asks for, as far as it is numbers. Called for sampled ones only."""
@@ -132,7 +141,7 @@ class Trace:
             self.parameters = _request_attributes(body)
 
 
-UNTRACED: Final = Trace(None, None, [])
+UNTRACED: Final = Trace(None, None, ())
 """Of requests that neither their client nor we know a trace for. It has no spans, so nothing is ever written to it."""
 
 
@@ -179,31 +188,41 @@ class Tracer:
         self._follow_caller = follow_caller
         self._unix_offset = unix_offset
         self._draw = draw
+        self._unsampled: list[Trace] = []
+        """Nobody's yet."""
 
-    def begin(self, headers: Iterable[Header]) -> Trace:
-        """A request's trace, from its headers."""
-        given: list[bytes] = []
-        others: list[Header] = []
-        for pair in headers:
-            name = pair[0]
-            if name == b"traceparent":
-                given.append(pair[1])
-            elif name in (b"tracestate", b"baggage"):
-                others.append(pair)
-        if self._export is None and not given and not others:
-            return UNTRACED
-        parent = parse_traceparent(given[0]) if len(given) == 1 else None
-        if parent is None and others:  # without its traceparent a tracestate means nothing
-            others = [pair for pair in others if pair[0] != b"tracestate"]
+    def begin(self, headers: Sequence[Header]) -> Trace:
+        """A request's trace, from its headers, or from those of `TRACE_HEADERS`."""
+        if headers and not TRACE_HEADERS.isdisjoint(map(_name_of, headers)):
+            return self._follow(headers)
+        return self._begin()
+
+    def _begin(self) -> Trace:
+        """Of a client that has none."""
         if self._export is None:
-            return Trace(parent, parent, others)
-        if parent is not None:
-            sampled = parent.sampled if self._follow_caller else self._draw() < self._ratio
-            if not sampled:
-                return Trace(parent, parent, others)
-            return Trace(TraceContext(parent.trace_id, _new_span_id(), sampled=True), parent, others)
-        ids = f"{random.getrandbits(192):048x}"
-        return Trace(TraceContext(ids[:32], ids[32:], self._draw() < self._ratio), None, others)
+            return UNTRACED
+        if self._draw() < self._ratio:
+            return _trace(_new_contexts(1, sampled=True)[0])
+        if not self._unsampled:
+            self._unsampled = [_trace(context) for context in _new_contexts(_MADE_AT_ONCE, sampled=False)]
+        return self._unsampled.pop()
+
+    def _follow(self, headers: Sequence[Header]) -> Trace:
+        """Of a client that says something of its own one."""
+        given = [value for name, value in headers if name == b"traceparent"]
+        parent = parse_traceparent(given[0]) if len(given) == 1 else None
+        if parent is None:  # and without it a tracestate means nothing
+            trace = self._begin()
+            return msgspec.structs.replace(
+                trace, told=[*trace.told, *(pair for pair in headers if pair[0] == b"baggage")]
+            )
+        passed_on = [pair for pair in headers if pair[0] in (b"tracestate", b"baggage")]
+        if self._export is None or not self._wants(parent):
+            return _trace(parent, parent, passed_on)
+        return _trace(TraceContext(parent.trace_id, _new_span_id(), sampled=True), parent, passed_on)
+
+    def _wants(self, parent: TraceContext) -> bool:
+        return parent.sampled if self._follow_caller else self._draw() < self._ratio
 
     def finished(self, record: Record) -> None:
         """Hand the spans of a request that ended to the exporter."""
@@ -237,6 +256,22 @@ class Tracer:
         """Send what is left. Bounded, whatever the collector does."""
         if self._export is not None:
             await asyncio.to_thread(self._export.close)
+
+
+def _trace(context: TraceContext, parent: TraceContext | None = None, passed_on: Sequence[Header] = ()) -> Trace:
+    """`context` is the client's own, `parent`, where nothing is recorded."""
+    told = [(b"traceparent", context.traceparent), *passed_on]
+    return Trace(context, parent, told, sampled=context.sampled and context is not parent)
+
+
+def _new_contexts(count: int, *, sampled: bool) -> list[TraceContext]:
+    """Of traces that begin here."""
+    step = _TRACE_CHARS + _SPAN_CHARS
+    drawn = f"{random.getrandbits(4 * step * count):0{step * count}x}"
+    return [
+        TraceContext(drawn[start : start + _TRACE_CHARS], drawn[start + _TRACE_CHARS : start + step], sampled)
+        for start in range(0, len(drawn), step)
+    ]
 
 
 def _new_span_id() -> str:

@@ -69,7 +69,7 @@ def root_name(*, model: str, revision: str = "", adapter: str = "", salt: str = 
 
 
 def block_names(packed_ids: bytes, root: BlockName, block_size: int = BLOCK_SIZE) -> list[BlockName]:
-    """Names of the full blocks of a prompt given as u32le bytes (`router.wire.pack_ids`). 0.12 us a block."""
+    """Names of the full blocks of a prompt given as u32le bytes (`router.wire.pack_ids`). 0.25 us a block."""
     view = memoryview(packed_ids)
     stride = block_size * _ID_BYTES
     parent: int = root

@@ -46,7 +46,9 @@ class _Event(Enum):
     TRIAL_UNDECIDED = "trial undecided"
 
 
+# By names of their own, here and where requests come by: to look a member up in its enum takes 0.12 us (CPython 3.11).
 _C, _O, _T = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.TRIAL
+_GOOD, _BAD = Verdict.GOOD, Verdict.BAD
 
 _NEXT: Final[dict[tuple[BreakerState, _Event], BreakerState]] = {
     (_C, _Event.GOOD): _C,
@@ -83,6 +85,8 @@ class Breaker:
         self._ejections = 0
         self._closed_at = 0.0
         self._generation = 0
+        self._permit = Pass(0, False)
+        """Of all that begins in this generation but for its trial."""
 
     def configure(self, eject_after: int, eject_s: float, max_eject_s: float) -> None:
         """Of the next failures and ejections; one under way ends when it was to end."""
@@ -98,25 +102,25 @@ class Breaker:
 
     def begin(self, now: float) -> Pass:
         """A request is sent, admitted or not."""
-        trial = self.state is _O and now >= self.until
-        if trial:
+        if self.state is _O and now >= self.until:
             self._move(_Event.TRY)
-        return Pass(self._generation, trial)
+            return Pass(self._generation, True)
+        return self._permit
 
     def first_byte(self, permit: Pass, now: float) -> None:
         """Enough to let an ejected replica back in. Not enough to forgive failures: it may break every answer half way."""
         if self.state is not _C:
-            self.end(permit, Verdict.GOOD, now)
+            self.end(permit, _GOOD, now)
 
     def end(self, permit: Pass, verdict: Verdict, now: float) -> None:
         if permit.generation != self._generation:
             return
-        if verdict is Verdict.GOOD:
+        if verdict is _GOOD:
             self._failures = 0
-            if self.state is not _C:
+            if self.state is not _C:  # most ends are those of a replica that is well: nothing moves
                 self._closed_at = now
-            self._move(_Event.GOOD)
-        elif verdict is Verdict.BAD:
+                self._move(_Event.GOOD)
+        elif verdict is _BAD:
             self._fail(permit, now)
         elif permit.trial:
             self._move(_Event.TRIAL_UNDECIDED)
@@ -150,3 +154,4 @@ class Breaker:
         if state is not self.state:
             self.state = state
             self._generation += 1
+            self._permit = Pass(self._generation, False)

@@ -148,8 +148,8 @@ class Index:
             if expected.pop(name, None) is None:
                 # `bit` itself for a first holder: a new number would take 32 bytes more.
                 masks = shards[name & _SHARD_BITS]
-                held = masks.get(name)
-                masks[name] = bit if held is None else held | bit
+                if (held := masks.setdefault(name, bit)) is not bit:
+                    masks[name] = held | bit
         self.room.used += len(confirmed) + len(expected) - before
 
     def remove(self, holding: Holding, names: Iterable[int]) -> None:
@@ -175,8 +175,8 @@ class Index:
                 expected.move_to_end(name)
             else:
                 masks = shards[name & _SHARD_BITS]
-                held = masks.get(name)
-                masks[name] = bit if held is None else held | bit
+                if (held := masks.setdefault(name, bit)) is not bit:
+                    masks[name] = held | bit
             expected[name] = stamp
         self.room.used += len(expected) - before
         if (excess := len(expected) - cap) > 0:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median
 from typing import Final
 
 __all__ = ["MAX_TOK_S", "MIN_TOK_S", "CacheSize", "Density", "Pace"]
@@ -39,6 +38,9 @@ _LEAP: Final = 4.0
 _PRIOR_WEIGHT: Final = 0.05
 _MUCH_SOONER: Final = 0.75
 """Of what a prompt should have taken: an answer within less cannot be noise, whatever else is in its time."""
+_BOUND_SHARE: Final = 0.1
+"""Of a sample: where many prompts are cached without anybody's knowing, they look fast, and those that were timed must win. A
+bound that nothing contradicts is believed after a dozen answers all the same."""
 _MIN_S: Final = 1e-4
 """No answer comes sooner, whatever two clocks say."""
 
@@ -59,7 +61,8 @@ class Density:
         if num_bytes < _MIN_SAMPLE_BYTES or not num_bytes <= prompt_tokens * _MOST_BYTES <= num_bytes * _WIDEST:
             return False
         self._ratios.append(num_bytes / prompt_tokens)
-        self.bytes_per_token = median(self._ratios)
+        ranked = sorted(self._ratios)
+        self.bytes_per_token = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
         return True
 
 
@@ -87,7 +90,7 @@ class Pace:
     def learn(self, tokens: int, seconds: float) -> None:
         """A prompt that was computed alone."""
         if tokens >= 0 and math.isfinite(seconds):
-            self._take(tokens, seconds)
+            self._take(tokens, seconds, 1.0)
             self.samples += 1
 
     def learn_bound(self, tokens: int, seconds: float) -> None:
@@ -97,14 +100,18 @@ class Pace:
         """
         if tokens >= 0 and -math.inf < seconds < _MUCH_SOONER * self.seconds(tokens):
             fixed_s, tok_s = self.fixed_s, self.tok_s
-            self._take(tokens, seconds)
+            most_s = max(seconds, self.seconds(tokens) / _LEAP, _MIN_S)
+            # What is refuted is no prior any more: a thousand times too slow, it would count even with its small weight.
+            self._prior_fixed_s = min(self._prior_fixed_s, most_s)
+            self._prior_slope = min(self._prior_slope, most_s / max(tokens, 1))
+            self._take(tokens, seconds, _BOUND_SHARE)
             self.fixed_s, self.tok_s = min(self.fixed_s, fixed_s), max(self.tok_s, tok_s)
 
-    def _take(self, tokens: int, seconds: float) -> None:
+    def _take(self, tokens: int, seconds: float, share: float) -> None:
         expected = max(self.seconds(tokens), _MIN_S)
         y = min(max(seconds, expected / _LEAP, _MIN_S), expected * _LEAP)
         x = float(min(tokens, 1 << 24))
-        weight = max(y, expected) ** -2  # a slow odd sample must not outweigh the rest, nor must a fast one
+        weight = share * max(y, expected) ** -2  # a slow odd sample must not outweigh the rest, nor must a fast one
         self._w = self._w * _KEPT + weight
         self._wx = self._wx * _KEPT + weight * x
         self._wxx = self._wxx * _KEPT + weight * x * x

@@ -78,9 +78,13 @@ def cost(candidates: Sequence[Candidate], turn: Turn) -> tuple[Candidate, str]:
     longest = longest_of_all = 0
     least_wait = math.inf
     for candidate in candidates:
-        matched, wait = candidate.matched_tokens, candidate.wait_s + candidate.away_s
-        longest_of_all = max(longest_of_all, matched)
-        if candidate.cost_s > limit or matched < longest or (matched == longest and wait > least_wait):
+        matched = candidate.matched_tokens
+        if matched > longest_of_all:
+            longest_of_all = matched
+        if candidate.cost_s > limit or matched < longest:
+            continue
+        wait = candidate.wait_s + candidate.away_s
+        if matched == longest and wait > least_wait:
             continue
         if matched > longest or wait < least_wait:
             best.clear()

@@ -42,6 +42,9 @@ from router.wire import Batch, Frame, Hello, Load, ReplicaSpec
 __all__ = ["Decision", "Query", "Router", "UnknownReplica", "Unroutable"]
 
 
+_OK, _EXACT, _BLIND = Outcome.OK, Trust.EXACT, Trust.BLIND  # looked up once: `router.fleet` says why
+
+
 class UnknownReplica(LookupError):
     """There is no such replica."""
 
@@ -369,29 +372,31 @@ class Router:
         Raises `UnknownReplica` when the replica left since the decision.
         """
         replica = self._known(decision.replica_id)
+        members = self._pools[replica.spec.model]
         self._drop_expired(replica, now)
         # Stamps tell one prompt's expected blocks from another's, so no two may be equal.
         self._last_stamp = max(now, math.nextafter(self._last_stamp, math.inf))
         self._begun += 1
         reservation = Reservation(
-            replica=replica,
-            request_id=request_id,
-            names=query.names,
-            stamp=self._last_stamp,
-            prompt_tokens=decision.prompt_tokens,
-            matched_tokens=decision.matched_tokens,
-            streamed=query.streamed,
-            begun_at=now,
-            permit=replica.breaker.begin(now),
-            num_bytes=query.num_bytes,
-            yields=query.yields and replica.spec.kind == "warmpath",
+            replica,
+            request_id,
+            query.names,
+            self._last_stamp,
+            decision.matched_tokens,
+            decision.prompt_tokens - decision.matched_tokens,
+            query.streamed,
+            now,
+            replica.breaker.begin(now),
+            query.num_bytes,
+            query.yields and replica.spec.kind == "warmpath",
         )
         replica.reserve(reservation)
-        if replica.trust is not Trust.BLIND:
-            members = self._pools[replica.spec.model]
-            cap = min(members.capacity_of(replica), self._room.limit)
+        if replica.trust is not _BLIND:
+            room = self._room
+            cap = min(members.capacity_of(replica), room.limit)
             reservation.last_sent = members.index.expect(replica.holding, query.names, reservation.stamp, cap)
-            self._make_room()
+            if room.used > room.limit:
+                self._make_room()
         return reservation
 
     def answered(self, reservation: Reservation, now: float) -> None:
@@ -416,7 +421,7 @@ class Router:
         """
         replica = reservation.replica
         members = self._pools[replica.spec.model] if self._replicas.get(replica.id) is replica else None
-        if members is None or outcome is not Outcome.OK:
+        if members is None or outcome is not _OK:
             computed = replica.finish(reservation, now, outcome, cached_tokens)
             if members is not None and not computed:
                 members.index.retract(replica.holding, reservation.names, reservation.stamp)
@@ -505,7 +510,7 @@ class Router:
             index.clear_confirmed(replica.holding)
             replica.stream.disown()
             replica.stale_at = math.inf
-        if replica.trust is Trust.EXACT:
+        if replica.trust is _EXACT:
             # Events come when a prompt is computed, so one that still waits keeps its blocks expected.
             index.expire(replica.holding, min(now - settings.optimistic_ttl_s, replica.oldest_stamp))
         else:
@@ -535,7 +540,7 @@ class Router:
             wait = replica.wait_s(now, rate)
             if replica.yielding_tokens and not query.yields:
                 wait = min(wait, replica.firm_wait_s(now, rate))
-            why_not = "excluded" if replica.id in exclude else replica.why_not(now)
+            why_not = "excluded" if exclude and replica.id in exclude else replica.why_not(now)
             if not why_not and wait < least_wait:
                 least_wait = wait
             rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + fixed_s))

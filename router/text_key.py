@@ -7,7 +7,7 @@ order or spacing the client's JSON had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -20,45 +20,37 @@ _MESSAGE: Final = b"\x1e"
 
 def canonical_text(body: Mapping[str, Any]) -> bytes:
     """What of a request decides its prompt, as bytes."""
-    return b"".join(_walk(body))
-
-
-def _walk(body: Mapping[str, Any]) -> Iterator[bytes]:
-    tools = body.get("tools")
-    if tools:
-        yield msgspec.json.encode(tools, order="sorted")
-        yield _MESSAGE
+    pieces: list[bytes] = []
+    if tools := body.get("tools"):
+        pieces += (msgspec.json.encode(tools, order="sorted"), _MESSAGE)
     if instructions := body.get("instructions"):
-        yield _text(instructions)
-        yield _MESSAGE
+        pieces += (_text(instructions), _MESSAGE)
     messages = body.get("messages", body.get("input"))
     if isinstance(messages, list) and not (messages and type(messages[0]) is int):
         for message in messages:
-            yield from _message(message)
+            _add_message(pieces, message)
     else:
-        yield _text(body.get("prompt") if messages is None else messages)
+        pieces.append(_text(body.get("prompt") if messages is None else messages))
+    return b"".join(pieces)
 
 
-def _message(message: object) -> Iterator[bytes]:
-    if not isinstance(message, Mapping):
-        yield _text(message)
+def _add_message(pieces: list[bytes], message: object) -> None:
+    if not isinstance(message, dict):
+        pieces += (_text(message), _MESSAGE)
+        return
+    content = message.get("content")
+    pieces += (_text(message.get("role")), _FIELD)
+    if isinstance(content, list):
+        pieces += map(_part, content)
     else:
-        yield _text(message.get("role"))
-        yield _FIELD
-        content = message.get("content")
-        if isinstance(content, list):
-            yield from map(_part, content)
-        else:
-            yield _text(content)
-        calls = message.get("tool_calls")
-        if calls:
-            yield _FIELD
-            yield msgspec.json.encode(calls, order="sorted")
-    yield _MESSAGE
+        pieces.append(_text(content))
+    if calls := message.get("tool_calls"):
+        pieces += (_FIELD, msgspec.json.encode(calls, order="sorted"))
+    pieces.append(_MESSAGE)
 
 
 def _part(part: object) -> bytes:
-    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
+    if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
         return _text(part.get("text"))
     return _text(part)
 

@@ -8,8 +8,9 @@ What must hold: what does not parse is no context at all, so that nothing of an 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 __all__ = ["TraceContext", "parse_traceparent"]
 
@@ -18,8 +19,7 @@ _SAMPLED: Final = 0x01
 _TRACEPARENT: Final = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
+class TraceContext(msgspec.Struct, frozen=True, gc=False):
     """One span's place in its trace."""
 
     trace_id: str
@@ -29,7 +29,7 @@ class TraceContext:
     @property
     def traceparent(self) -> bytes:
         """As a header's value, for those whose parent this span is."""
-        return b"00-%b-%b-%b" % (self.trace_id.encode(), self.span_id.encode(), b"01" if self.sampled else b"00")
+        return f"00-{self.trace_id}-{self.span_id}-0{self.sampled:d}".encode()
 
 
 def parse_traceparent(value: bytes) -> TraceContext | None:

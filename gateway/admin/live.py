@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.admin.bodies import ChangeEvent, ReplicaBody, RequestRates, StateEvent
 from gateway.api_error import ApiError
 from gateway.repeating import repeat
-from gateway.server.asgi import ClientGone, Header, Reply, request_id, while_connected
+from gateway.server.asgi import AsgiExchange, ClientGone, Header, Reply, request_id, while_connected
 
 __all__ = ["EventStream", "Live", "RateMeter", "ServerSentEvents"]
 
@@ -179,13 +179,15 @@ class ServerSentEvents(Response):
         self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send, request_id(scope))
+        exchange = AsgiExchange(scope, receive, send)
+        reply = Reply(exchange, request_id(scope))
         with contextlib.suppress(ClientGone):  # how most streams end
-            async with self._live.watch() as stream, while_connected(scope, receive, reply):
-                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                if scope["method"] == "HEAD":
-                    stream.end()
-                await self._pass_on(stream, reply)
+            async with self._live.watch() as stream:
+                with while_connected(exchange, reply):
+                    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                    if scope["method"] == "HEAD":
+                        stream.end()
+                    await self._pass_on(stream, reply)
 
     async def _pass_on(self, stream: EventStream, reply: Reply) -> None:
         while (event := await stream.take()) is not None:

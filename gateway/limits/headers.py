@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 from gateway.api_error import ApiError
@@ -17,6 +18,8 @@ Header = tuple[bytes, bytes]
 LOCAL_HEADER: Final[Header] = (b"x-warmpath-limits", b"local")
 """The ledger could not be asked, so this process decided by its share of the limits."""
 
+_REQUESTS: Final = Measure.REQUESTS
+_TOKENS: Final = Measure.TOKENS
 _WINDOWS: Final = {
     Measure.REQUESTS: tuple(b"x-ratelimit-%s-requests" % name for name in (b"limit", b"remaining", b"reset")),
     Measure.TOKENS: tuple(b"x-ratelimit-%s-tokens" % name for name in (b"limit", b"remaining", b"reset")),
@@ -36,19 +39,26 @@ _BUDGETS: Final = frozenset({Measure.TOKENS_DAY, Measure.USD_DAY})
 
 def limit_headers(limits: Sequence[Limit], left: Sequence[int]) -> list[Header]:
     """Of the tightest limit of each kind; nothing where there is none. `left`: what each still leaves."""
+    requests = tokens = None  # places of the tightest so far
+    for place, limit in enumerate(limits):
+        if limit.measure == _REQUESTS:
+            if requests is None or left[place] < left[requests]:
+                requests = place
+        elif limit.measure == _TOKENS and (tokens is None or left[place] < left[tokens]):
+            tokens = place
     headers: list[Header] = []
-    for measure, (limit_name, remaining_name, reset_name) in _WINDOWS.items():
-        tightest = None
-        for limit, free in zip(limits, left, strict=True):
-            if limit.measure == measure and (tightest is None or free < tightest[1]):
-                tightest = limit, free
+    for tightest, measure in ((requests, _REQUESTS), (tokens, _TOKENS)):
         if tightest is not None:
-            headers += (
-                (limit_name, b"%d" % tightest[0].most),
-                (remaining_name, b"%d" % max(tightest[1], 0)),
-                (reset_name, _RESET),
-            )
+            limit_header, remaining_name, reset_header = _same_each_time(measure, limits[tightest].most)
+            headers += (limit_header, (remaining_name, b"%d" % max(left[tightest], 0)), reset_header)
     return headers
+
+
+@lru_cache(maxsize=4096)
+def _same_each_time(measure: Measure, most: int) -> tuple[Header, bytes, Header]:
+    """Headers of a limit, and between them the name of the one that changes."""
+    limit_name, remaining_name, reset_name = _WINDOWS[measure]
+    return (limit_name, b"%d" % most), remaining_name, (reset_name, _RESET)
 
 
 def refusal_headers(refused: Refused) -> list[Header]:

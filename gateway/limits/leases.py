@@ -105,9 +105,7 @@ class _Plan:
         return [self.amounts[self.limits[place].measure] for place in self.lacking]
 
 
-class _Leased(Reservation):
-    __slots__ = ("buckets",)
-
+class _Leased(Reservation, kw_only=True, eq=False):
     buckets: list[int]
     """Where each limit's amount was counted."""
 
@@ -301,9 +299,7 @@ class LeasingLimiter:
     def _reservation(
         self, limits: Sequence[Limit], amounts: Amounts, buckets: list[int], left: list[int]
     ) -> Reservation:
-        reservation = _Leased(self, limits, amounts, 0, left)
-        reservation.buckets = buckets
-        return reservation
+        return _Leased(self, limits, amounts, 0, left, buckets=buckets)
 
     def settle(self, reservation: Reservation, used: Amounts) -> None:
         assert isinstance(reservation, _Leased)

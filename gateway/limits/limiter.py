@@ -56,14 +56,19 @@ class LocalLimiter:
     def look(self, limits: Sequence[Limit]) -> Refused | None:
         if not limits:
             return None
-        return self.ledger.look(self._own(limits), self._clock(), self._wall_clock())
+        if self._share > 1:
+            limits = self._shares(limits)
+        return self.ledger.look(limits, self._clock(), self._wall_clock())
 
     def try_reserve(self, limits: Sequence[Limit], amounts: Amounts) -> Reservation | Refused:
-        limits = self._own(limits)
+        if not limits:
+            return Reservation(self, limits, amounts, 0, (), self._is_fallback)
+        if self._share > 1:
+            limits = self._shares(limits)
         wanted = [amounts[limit.measure] for limit in limits]
         verdict = self.ledger.acquire(_SELF, limits, wanted, self._clock(), self._wall_clock())
         if isinstance(verdict, Granted):
-            return Reservation(self, limits, amounts, verdict.bucket, verdict.left, is_local=self._is_fallback)
+            return Reservation(self, limits, amounts, verdict.bucket, verdict.left, self._is_fallback)
         if verdict.wait_s is None and self._is_fallback:
             return msgspec.structs.replace(verdict, wait_s=_SHARE_WAIT_S)
         return verdict
@@ -72,10 +77,10 @@ class LocalLimiter:
         return self.try_reserve(limits, amounts)
 
     def settle(self, reservation: Reservation, used: Amounts) -> None:
-        limits, reserved, bucket = reservation.limits, reservation.amounts, reservation.bucket
-        self.ledger.settle(_SELF, limits, reserved, used, bucket, self._clock(), self._wall_clock())
+        limits = reservation.limits
+        if limits:
+            reserved, bucket = reservation.amounts, reservation.bucket
+            self.ledger.settle(_SELF, limits, reserved, used, bucket, self._clock(), self._wall_clock())
 
-    def _own(self, limits: Sequence[Limit]) -> Sequence[Limit]:
-        if self._share == 1:
-            return limits
+    def _shares(self, limits: Sequence[Limit]) -> Sequence[Limit]:
         return [Limit(limit.counter, limit.measure, max(1, limit.most // self._share)) for limit in limits]

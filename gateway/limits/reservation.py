@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+import msgspec
+
 from gateway.limits.ledger import Limit
 from gateway.limits.rules import Amounts
 
@@ -22,35 +24,23 @@ class Settles(Protocol):
         """`used` of each measure instead of what was reserved; of parallel requests, none."""
 
 
-class Reservation:
-    __slots__ = ("_settles", "amounts", "bucket", "ended", "is_local", "left", "limits")
-
-    def __init__(
-        self,
-        settles: Settles,
-        limits: Sequence[Limit],
-        amounts: Amounts,
-        bucket: int,
-        left: Sequence[int],
-        *,
-        is_local: bool = False,
-    ) -> None:
-        self._settles = settles
-        self.limits = limits
-        self.amounts = amounts
-        self.bucket = bucket
-        """Of windows: where the amounts were counted."""
-        self.left = left
-        """Of each limit, after this request."""
-        self.is_local = is_local
-        """Whether this process decided by its share, since the ledger could not be asked."""
-        self.ended = False
+class Reservation(msgspec.Struct, eq=False):
+    settles: Settles
+    limits: Sequence[Limit]
+    amounts: Amounts
+    bucket: int
+    """Of windows: where the amounts were counted."""
+    left: Sequence[int]
+    """Of each limit, after this request."""
+    is_local: bool = False
+    """Whether this process decided by its share, since the ledger could not be asked."""
+    ended: bool = False
 
     def end(self, used: Amounts) -> None:
         """Give back what was reserved and not used; what was used beyond it is taken, whatever the limit."""
         if not self.ended:
             self.ended = True
-            self._settles.settle(self, used)
+            self.settles.settle(self, used)
 
     def end_as_reserved(self) -> None:
         """It was answered, and nobody said what that took."""

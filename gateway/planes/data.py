@@ -8,7 +8,7 @@ import importlib.metadata
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +18,7 @@ from gateway.admin.live import RateMeter
 from gateway.admission import Admission
 from gateway.authentication import Authenticator
 from gateway.dispatch import Dispatcher, Record
+from gateway.endings import Endings
 from gateway.homes import Homes
 from gateway.hotpath import Access, HotPath
 from gateway.keys import RingSource
@@ -51,6 +52,8 @@ class DataPlane:
     telemetry: Telemetry
     tracer: Tracer
     access_log: AccessLog | None
+    endings: Endings
+    """To be told before what was counted is read."""
     decisions: deque[Record]
     rates: RateMeter
 
@@ -75,11 +78,13 @@ class DataPlane:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             self.admission.close()
+            self.endings.close()
             await self.tracer.aclose()
             if self.access_log is not None:
                 await asyncio.to_thread(self.access_log.close)
 
     def decision_bodies(self) -> list[DecisionBody]:
+        self.endings.tell()
         offset = time.time() - time.monotonic()
         return [
             decision_body(record, record.decision, offset) for record in self.decisions if record.decision is not None
@@ -122,6 +127,13 @@ def build_data_plane(
         ["state"],
         lambda: {("in_use",): upstream.in_use, ("idle",): upstream.idle},
     )
+    telemetry.register(
+        "counter",
+        "warmpath_talks",
+        "Prompts by what was known of them: begun, continued, or mistaken, after which that model's are not remembered.",
+        ["result"],
+        knowledge.prompters.talks,
+    )
     counts = settings.telemetry.metrics
     admission = Admission(
         knowledge.router,
@@ -138,15 +150,24 @@ def build_data_plane(
     rates = RateMeter()
     authenticator = None if settings.server.open else Authenticator(keys, clock=clock, wall_clock=time.time)
 
-    def finished(record: Record) -> None:
+    def ended(records: Sequence[Record]) -> None:
         if counts:
-            telemetry.finished(record)
+            for record in records:
+                telemetry.finished(record)
         if access_log is not None:
-            access_log.finished(record)
-        tracer.finished(record)
-        rates.count(record.status >= 500, record.started_at + record.duration_s)
-        if record.decision is not None:
-            decisions.append(record)
+            unix_offset = time.time() - clock()
+            for record in records:
+                access_log.finished(record, record.ended_at + unix_offset)
+        for record in records:
+            rates.count(record.status >= 500, record.ended_at)
+        decisions.extend(record for record in records if record.decision is not None)
+
+    endings = Endings(ended)
+
+    def finished(record: Record) -> None:
+        if record.trace.sampled:  # few are, and to make the spans of many at once would hold the loop
+            tracer.finished(record)
+        endings.add(record)
 
     dispatcher = Dispatcher(
         knowledge.router,
@@ -178,6 +199,7 @@ def build_data_plane(
             rules=limit_rules(settings),
             limiter=limiter,
             salt_for=lambda group: keys.ring.salt_for(group),
+            tenants={name: tenant.standing for name, tenant in settings.tenants.items()},
         ),
         cards=knowledge.cards,
         aliases=knowledge.aliases,
@@ -185,13 +207,12 @@ def build_data_plane(
         tokenizing=Tokenizing(knowledge.prompters, knowledge.cards, knowledge.executor),
         homes=homes,
         dispatcher=dispatcher,
-        tenants={name: tenant.standing for name, tenant in settings.tenants.items()},
         max_body_bytes=settings.server.max_body_bytes,
         clock=clock,
         begin_trace=tracer.begin,
         on_finish=finished,
     )
-    return DataPlane(hot_path, dispatcher, admission, limiter, telemetry, tracer, access_log, decisions, rates)
+    return DataPlane(hot_path, dispatcher, admission, limiter, telemetry, tracer, access_log, endings, decisions, rates)
 
 
 def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Tracer:

@@ -134,6 +134,7 @@ class _DataProcess:
         self._bus.set_peers(processes)
 
     async def metrics(self) -> bytes:
+        self.plane.endings.tell()
         return await asyncio.to_thread(self._metrics)
 
     def _metrics(self) -> bytes:

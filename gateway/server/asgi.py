@@ -1,6 +1,6 @@
-"""What the hot path needs of ASGI: a bounded body, one reply, and an end when the client leaves.
+"""A request's headers, its one reply, and an end when the client leaves; and exchanges over any ASGI server.
 
-The hot routes are raw ASGI (a Starlette response costs 25 us more, one BaseHTTPMiddleware 240 us); everything else is a
+The hot routes are none of Starlette's (a response of it costs 25 us more, one BaseHTTPMiddleware 240 us); everything else is a
 Starlette app behind them.
 """
 
@@ -10,22 +10,23 @@ import asyncio
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from starlette.types import Receive, Scope, Send
 
 from gateway.api_error import ApiError
+from gateway.server.exchange import ClientGone, Exchange, Header, check_size
 
 __all__ = [
-    "ANSWER_EXTENSION",
-    "DISCONNECT_EXTENSION",
     "HEADERS_BY_NAME",
-    "WRITE_EXTENSION",
+    "AsgiExchange",
     "ClientGone",
+    "Header",
     "Reply",
     "error_headers",
+    "given_request_id",
     "header",
     "last_header",
     "new_request_id",
@@ -35,17 +36,6 @@ __all__ = [
     "while_connected",
 ]
 
-Header = tuple[bytes, bytes]
-
-DISCONNECT_EXTENSION: Final = "warmpath.disconnect"
-"""In ``scope["extensions"]`` of our own listener: takes what to call when the client leaves, None to forget it."""
-
-WRITE_EXTENSION: Final = "warmpath.write"
-"""The same: takes a piece of a begun answer and writes it at once. False when the client must be waited for, or has left."""
-
-ANSWER_EXTENSION: Final = "warmpath.answer"
-"""The same of a whole answer: takes its status, headers and body."""
-
 HEADERS_BY_NAME: Final = "warmpath.headers"
 """In a scope: a dict of its headers, of repeated ones the last. Made where it is missing."""
 
@@ -54,10 +44,6 @@ _JSON: Final = (b"content-type", b"application/json")
 _ID_BYTES: Final = 12
 _IDS_PER_DRAW: Final = 256
 _spare_ids: list[str] = []
-
-
-class ClientGone(Exception):
-    """The client closed its connection; nobody is left to answer."""
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -83,8 +69,13 @@ def last_header(scope: Scope, name: bytes) -> bytes | None:
 
 def request_id(scope: Scope) -> str:
     """The caller's x-request-id if it is sane, else a new one."""
+    return given_request_id(scope) or new_request_id()
+
+
+def given_request_id(scope: Scope) -> str | None:
+    """The caller's x-request-id if it is sane."""
     value = last_header(scope, b"x-request-id")
-    return value.decode() if value is not None and _SANE_ID.fullmatch(value) else new_request_id()
+    return value.decode() if value is not None and _SANE_ID.fullmatch(value) else None
 
 
 def new_request_id() -> str:
@@ -109,7 +100,7 @@ def require_json(scope: Scope) -> None:
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The whole body. Refuses (413) on the announced length, before reading, and on the real one while reading."""
-    _check_size(int(header(scope, b"content-length") or 0), limit)
+    check_size(int(header(scope, b"content-length") or 0), limit)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -118,59 +109,80 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             raise ClientGone
         data = message.get("body", b"")
         size += len(data)
-        _check_size(size, limit)
+        check_size(size, limit)
         if not message.get("more_body"):
             return b"".join((*parts, data)) if parts else data
         if data:
             parts.append(data)
 
 
-def _check_size(size: int, limit: int) -> None:
-    if size > limit:
-        raise ApiError(413, "request_too_large", f"The request body is larger than {limit} bytes.")
+class AsgiExchange:
+    """An `Exchange` over any ASGI server. A task waits for ``http.disconnect``; nothing is written without waiting."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Made in the task that answers."""
+        self.task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._watching: asyncio.Task[None] | None = None
+
+    def try_take_body(self, limit: int) -> bytes | None:
+        return None
+
+    async def read_body(self, limit: int) -> bytes:
+        return await read_body(self._scope, self._receive, limit)
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        self._watching = asyncio.ensure_future(self._wait_for_disconnect(on_gone)) if on_gone is not None else None
+
+    async def _wait_for_disconnect(self, on_gone: Callable[[], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+
+    def try_answer(self, status: int, headers: Sequence[Header], body: bytes) -> bool:
+        return False
+
+    def try_write(self, data: bytes) -> bool:
+        return False
+
+    async def start(self, status: int, headers: Sequence[Header]) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 class while_connected:  # noqa: N801
-    """``async with while_connected(scope, receive, reply):`` runs its block as long as the client is there.
+    """``with while_connected(exchange, reply):`` runs its block as long as the client is there.
 
     When the client leaves, the block is cancelled where it waits and `ClientGone` comes out: every `finally` inside runs,
     so the upstream connection closes and the reservation is released. A cancellation from elsewhere passes through
     unchanged (the same accounting as `asyncio.timeout`). Once `reply` went out whole there is nobody to lose, and what the
     block still has to do is between us and the replica.
-
-    Our own listener calls when a client leaves; elsewhere a task waits for ``http.disconnect``.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, reply: Reply, task: asyncio.Task[None] | None = None) -> None:
-        """`task`: the one that runs here, from who has it already."""
-        self._call_when_gone = scope.get("extensions", {}).get(DISCONNECT_EXTENSION)
-        self._receive = receive
+    __slots__ = ("_cancelling", "_exchange", "_gone", "_reply", "_task")
+
+    def __init__(self, exchange: Exchange, reply: Reply) -> None:
+        self._exchange = exchange
         self._reply = reply
-        self._task = task or cast("asyncio.Task[None]", asyncio.current_task())
+        self._task = exchange.task
         self._gone = False
-        self._watch: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
         self._cancelling = self._task.cancelling()
-        if self._call_when_gone is not None:
-            self._call_when_gone(self._leave)
-        else:
-            self._watch = asyncio.ensure_future(self._wait_for_disconnect())
+        self._exchange.watch(self._leave)
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        else:
-            self._call_when_gone(None)
+        self._exchange.watch(None)
         if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise ClientGone from error
-
-    async def _wait_for_disconnect(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._leave()
 
     def _leave(self) -> None:
         if not self._reply.complete:
@@ -181,12 +193,11 @@ class while_connected:  # noqa: N801
 class Reply:
     """The one answer to a request: start, chunks, end; or one error. Remembers how far it got."""
 
-    def __init__(self, send: Send, request_id: str, extensions: Mapping[str, Any] | None = None) -> None:
-        """`extensions`: of the scope."""
-        extensions = extensions or {}
-        self._send = send
-        self._try_answer: Callable[[int, list[Header], bytes], bool] = extensions.get(ANSWER_EXTENSION, _cannot_answer)
-        self.try_chunk: Callable[[bytes], bool] = extensions.get(WRITE_EXTENSION, _cannot_write)
+    __slots__ = ("_exchange", "complete", "headers", "request_id", "status", "streams", "try_chunk")
+
+    def __init__(self, exchange: Exchange, request_id: str) -> None:
+        self._exchange = exchange
+        self.try_chunk = exchange.try_write
         """Send a piece without waiting; False when that cannot be, and nothing was sent."""
         self.request_id = request_id
         self.headers: list[Header] = []
@@ -199,44 +210,29 @@ class Reply:
         """Whether its last byte was handed to the server."""
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": self._with_ours(headers),
-            }
-        )
+        await self._exchange.start(status, [*headers, *self._own_headers()])
         self.status = status  # not before: a start that is cancelled while it waits for a slow client has not begun
 
     async def chunk(self, data: bytes) -> None:
         self.streams = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._exchange.write(data, more=True)
 
     async def end(self, data: bytes = b"") -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._exchange.write(data, more=False)
         self.complete = True
 
     async def json(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
-        headers = [_JSON, (b"content-length", b"%d" % len(body)), *headers]
-        if self.status is None and self._try_answer(status, self._with_ours(headers), body):
+        if self.status is None and self._exchange.try_answer(status, [_JSON, *headers, *self._own_headers()], body):
             self.status, self.complete = status, True
             return
-        await self.start(status, headers)
+        await self.start(status, [_JSON, (b"content-length", b"%d" % len(body)), *headers])
         await self.end(body)
 
     async def error(self, error: ApiError, headers: Iterable[Header] = ()) -> None:
         await self.json(error.status, error.body(), [*error_headers(error), *headers])
 
-    def _with_ours(self, headers: Iterable[Header]) -> list[Header]:
-        return [*headers, *self.headers, (b"x-request-id", self.request_id.encode())]
-
-
-def _cannot_write(data: bytes) -> bool:
-    return False
-
-
-def _cannot_answer(status: int, headers: list[Header], body: bytes) -> bool:
-    return False
+    def _own_headers(self) -> list[Header]:
+        return [*self.headers, (b"x-request-id", self.request_id.encode())]
 
 
 def error_headers(error: ApiError) -> list[Header]:

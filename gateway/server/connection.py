@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 from uvicorn.server import ServerState
 
 from gateway.api_error import ApiError
 from gateway.server.asgi import new_request_id
-from gateway.server.cycle import HIGH_WATER_BYTES, Cycle, encode_error
+from gateway.server.cycle import Cycle, encode_error
+from gateway.server.exchange import Route
+from gateway.server.known_head import KnownHead
 from gateway.server.request_head import RequestHead
 
 __all__ = ["Connection", "Hub", "ListenerLimits"]
@@ -99,11 +102,17 @@ class Connection(asyncio.Protocol):
         self._hub = hub
         self._limits = hub.limits
         self._app = app
+        self._direct_route: Callable[[Scope], Route | None] = getattr(app, "direct_route", _no_direct_route)
         self._server_state = server_state
         self._transport: asyncio.Transport
         self._parser = HttpRequestParser(self)
         self._peers: dict[str, Any] = {}
         # The request that arrives.
+        self._known: KnownHead | None = None
+        self._unparsed = b""
+        """Data that began with a request, whose head was not parsed yet."""
+        self._owed_bytes = 0
+        """Of a body behind a known head, which the parser never sees."""
         self._head = _NO_HEAD
         self._upgrading = False
         self._receiving: Cycle | None = None
@@ -143,7 +152,14 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None or self._stage is _Stage.LINGER:
             return
+        if self._owed_bytes:
+            data = self._take_owed(data)
+        elif self._known is not None and self._is_between_requests:
+            data = self._take_known(self._known, data)
+        if not data:
+            return
         try:
+            self._unparsed = data if self._is_between_requests else b""
             self._feed(data)
         except ApiError as error:
             self._refuse(error)
@@ -218,6 +234,45 @@ class Connection(asyncio.Protocol):
             self._taken_bytes, self._taken_at = taken, now
         return now - self._taken_at > self._limits.write_stall_s
 
+    # --- requests with a known head, which the parser never sees
+
+    @property
+    def _is_between_requests(self) -> bool:
+        """Whether nothing runs, and what comes next is a request's first byte. Then the parser waits for just that."""
+        return self._current is None and self._receiving is None and self._head.complete
+
+    def _take_known(self, known: KnownHead, data: bytes) -> bytes:
+        """Begin the request if it has the known head. Returns what is left of `data` for the parser."""
+        found = known.match(data)
+        if found is None:
+            return data
+        length, begin = found
+        self._head = known.head
+        cycle = Cycle(self, known.scope, known.route, length, keep_alive=not (self._stopping or self._hub.draining))
+        end = begin + length
+        if end <= len(data):  # nearly always
+            self._wait_for(_Stage.ANSWER)
+            cycle.feed_body(data[begin:end])
+            cycle.feed_end()
+            self._start(cycle)
+            return data[end:]
+        self._wait_for(_Stage.BODY)
+        self._receiving = cycle
+        self._body_bytes = 0
+        self._owed_bytes = length
+        self._start(cycle)
+        return self._take_owed(data[begin:])
+
+    def _take_owed(self, data: bytes) -> bytes:
+        """The next piece of the body. Returns what is behind it."""
+        owed = self._owed_bytes
+        if data:
+            self.on_body(data[:owed])
+        self._owed_bytes -= min(owed, len(data))
+        if not self._owed_bytes:
+            self.on_message_complete()
+        return data[owed:]
+
     # --- the parser
 
     def _feed(self, data: bytes) -> None:
@@ -267,16 +322,23 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         parser = self._parser
+        data, self._unparsed = self._unparsed, b""
         if parser.should_upgrade():
             self._upgrading = True
             return
-        version = parser.get_http_version()
-        scope = self._head.scope(parser.get_method(), version, self._peers)
+        head, version = self._head, parser.get_http_version()
+        scope = head.scope(parser.get_method(), version, self._peers)
+        route = self._direct_route(scope)
+        goes_on = version == "1.1" and parser.should_keep_alive()
+        if data and goes_on and route is not None:
+            self._known = KnownHead.of(data, head, scope, route)
         cycle = self._receiving = Cycle(
             self,
             scope,
-            keep_alive=version == "1.1" and parser.should_keep_alive() and not (self._stopping or self._hub.draining),
-            expects_continue=self._head.expects_continue,
+            route,
+            head.announced_bytes,
+            keep_alive=goes_on and not (self._stopping or self._hub.draining),
+            expects_continue=head.expects_continue,
         )
         self._body_bytes = 0
         self._num_chunks = 0
@@ -300,7 +362,7 @@ class Connection(asyncio.Protocol):
         self._body_bytes += len(data)
         self._raw_bytes = 0
         cycle.feed_body(data)
-        if cycle.waiting_bytes > HIGH_WATER_BYTES and not self._read_paused:
+        if cycle.waiting_bytes > cycle.most_waiting_bytes and not self._read_paused:
             self._read_paused = True
             self._transport.pause_reading()
 
@@ -316,9 +378,8 @@ class Connection(asyncio.Protocol):
 
     def _start(self, cycle: Cycle) -> None:
         self._current = cycle
-        task = self.loop.create_task(cycle.run(self._app))
-        self._server_state.tasks.add(task)
-        task.add_done_callback(self._server_state.tasks.discard)
+        cycle.task = self.loop.create_task(cycle.run(self._app))
+        self._server_state.tasks.add(cycle.task)
 
     def finished(self) -> None:
         """See `Carrier`."""
@@ -381,6 +442,9 @@ class Connection(asyncio.Protocol):
         if not self._transport.is_closing():
             await self._writable.wait()
 
+    def forget(self, task: asyncio.Task[None]) -> None:
+        self._server_state.tasks.discard(task)
+
     def resume_reading(self) -> None:
         if self._read_paused:
             self._read_paused = False
@@ -388,6 +452,11 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._transport.abort()
+
+
+def _no_direct_route(scope: Scope) -> Route | None:
+    """Of an app that has none."""
+    return None
 
 
 def _address(name: object) -> tuple[str, int] | None:

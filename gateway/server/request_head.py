@@ -101,6 +101,11 @@ class RequestHead:
             **_split(self._target),
         }
 
+    @property
+    def announced_bytes(self) -> int:
+        """Of the body of a complete head; 0 where it has none, or its length is not known before."""
+        return int(self._by_name.get(b"content-length", 0))
+
     def _values(self, name: bytes) -> list[bytes]:
         return [value for key, value in self.headers if key == name]
 

@@ -33,6 +33,7 @@ __all__ = [
     "LocalExhaustion",
     "Origin",
     "ProtocolViolation",
+    "Ready",
     "ReplicaError",
     "Timeouts",
     "Upstream",
@@ -45,6 +46,9 @@ __all__ = [
 ]
 
 Header = tuple[bytes, bytes]
+
+Ready = Literal["head", "body", "whole"]
+"""How much of an answer its caller can make use of: its head, the first of its body, all of it."""
 
 
 class UpstreamError(Exception):
@@ -92,7 +96,7 @@ def is_local_exhaustion(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _EXHAUSTED
 
 
-class Origin(msgspec.Struct, frozen=True):
+class Origin(msgspec.Struct, frozen=True, cache_hash=True):
     """Where connections go; those to one origin are interchangeable."""
 
     scheme: Literal["http", "https"]
@@ -130,8 +134,14 @@ class UpstreamRequest(msgspec.Struct, frozen=True, kw_only=True):
     """With the query; ASCII, percent-encoded where needed."""
     headers: Sequence[Header]
     """Names in lower case. The transport adds host, content-length and accept-encoding."""
+    usual_headers: tuple[Header, ...] = ()
+    """More of them, the same in each request to this path. They go first, and a transport may keep them encoded."""
     body: bytes = b""
     timeouts: Timeouts
+    ready: Ready = "head"
+    """What the caller has no use for one without the other: of an answer with status 200 `Upstream.send` may wait for so
+    much, within the same `timeouts`, and so wake its caller less often.
+    """
 
 
 class UpstreamResponse(Protocol):
@@ -151,6 +161,10 @@ class UpstreamResponse(Protocol):
         """Give `take` each piece of the body as it comes, until it returns False or the body is over; what it raises comes out
         here. A transport may call it inside the callback that brought the piece, so that no task wakes up for it.
         """
+
+    @property
+    def ended(self) -> bool:
+        """Whether the body came to its complete end: what was not read of it is in memory, and nothing is waited for."""
 
     async def read(self, limit: int) -> bytes:
         """The rest of the body. Raises `ProtocolViolation` when it is longer than `limit` bytes."""
@@ -173,7 +187,9 @@ class Upstream(Protocol):
         """Connections kept for the next request."""
 
     async def send(self, request: UpstreamRequest) -> UpstreamResponse:
-        """Send the request and wait for the head of its answer. Raises `UpstreamError`."""
+        """Send the request and wait for the head of its answer, and perhaps for more (`UpstreamRequest.ready`). Raises
+        `UpstreamError`.
+        """
 
     async def aclose(self) -> None:
         """Close every connection; whoever still reads from one gets `UpstreamClosed`."""

@@ -29,6 +29,7 @@ from gateway.upstream.contract import (
     UpstreamRequest,
     UpstreamTimeout,
 )
+from gateway.upstream.known_head import KnownHead
 
 __all__ = ["HIGH_WATER_BYTES", "MAX_HEADERS", "MAX_HEAD_BYTES", "Carrier", "Exchange"]
 
@@ -51,6 +52,8 @@ class Carrier(Protocol):
 
     loop: asyncio.AbstractEventLoop
     alarm: Alarm
+    known_head: KnownHead
+    """Of the replica's answers."""
 
     def pause_reading(self) -> None: ...
 
@@ -68,22 +71,58 @@ class Exchange:
 
     The parser's callbacks (`on_*`) only note what they see. `feed` acts on it when the parser has returned, because what
     follows the end of an answer in the same bytes decides whether the connection can be used again.
+
+    An answer that comes whole, under the head of the last one, needs no parser (`KnownHead`).
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_alarm",
+        "_buffered_bytes",
+        "_carrier",
+        "_chunks",
+        "_ended",
+        "_failure",
+        "_framed",
+        "_framing_bytes",
+        "_had_interim",
+        "_has_body",
+        "_has_head",
+        "_head_bytes",
+        "_heard",
+        "_interim",
+        "_is_head_request",
+        "_known_head",
+        "_loop",
+        "_parser",
+        "_paused",
+        "_ready",
+        "_reusable",
+        "_sent_at",
+        "_take",
+        "_timeouts",
+        "_waiter",
+        "headers",
+        "status",
+    )
 
     def __init__(self, carrier: Carrier, request: UpstreamRequest) -> None:
         self.status = 0
         self.headers: list[Header] = []
         self._loop = carrier.loop
         self._timeouts = request.timeouts
+        self._ready = request.ready
         self._is_head_request = request.method == "HEAD"
         self._sent_at = self._loop.time()
         # The connection while it is ours, and its parser: a new one each time (0.4 us) holds nothing of the last answer.
         self._carrier: Carrier | None = carrier
         self._alarm = carrier.alarm
-        self._parser: HttpResponseParser | None = HttpResponseParser(self)
+        self._known_head = carrier.known_head
+        self._parser: HttpResponseParser | None = None
         # How far the answer got.
         self._heard = False
         self._interim = False
+        self._had_interim = False
         self._has_head = False
         self._framed = False
         self._has_body = False
@@ -102,11 +141,20 @@ class Exchange:
     # --- the reader's side
 
     async def wait_head(self) -> None:
-        """Until status and headers are here."""
-        while not self._has_head:
-            if self._failure is not None:
-                raise self._failure
+        """Until status and headers are here, and as much of the body as `UpstreamRequest.ready` waits for."""
+        while not self._is_ready():
             await self._wait()
+        if self._failure is not None and not self._has_head:
+            raise self._failure
+        self._ready = "head"  # from now on the reader gets what there is
+
+    def _is_ready(self) -> bool:
+        """Whether the reader has something to do. What it was promised to wait for may be more than memory should hold."""
+        if self._ended or self._paused or self._failure is not None:
+            return True
+        return self._has_head and (
+            self._ready == "head" or self.status != 200 or (self._ready == "body" and self._has_body)
+        )
 
     @property
     def met_closed_connection(self) -> bool:
@@ -139,7 +187,13 @@ class Exchange:
         finally:
             self._take = None
 
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
     async def read(self, limit: int) -> bytes:
+        if self._ended and self._buffered_bytes <= limit:
+            return self._drain() if self._chunks else b""
         parts: list[bytes] = []
         size = 0
         while (part := await self.read_chunk()) is not None:
@@ -198,11 +252,43 @@ class Exchange:
     # --- the connection's side
 
     def feed(self, data: bytes) -> None:
-        assert self._parser is not None
-        self._heard = True
+        if self._parser is None:
+            self._heard = True
+            if not self._is_head_request and (known := self._known_head.read(data)) is not None:
+                self._take_whole(*known)
+                return
+            self._parser = HttpResponseParser(self)
+            self._parse(data)
+            if self._reusable and not (self._is_head_request or self._had_interim):
+                self._known_head.learn(data, self.status, self.headers)
+        else:
+            self._parse(data)
+        if self._take is not None and self._chunks and self._waiter is not None and not self._waiter.done():
+            self._push(self._take, self._waiter)
+        elif self._is_ready():
+            self._wake()
+        elif self._has_body:
+            self._alarm.set(self._loop.time() + self._timeouts.idle_s, self._silent)
+        if self._buffered_bytes > HIGH_WATER_BYTES and not self._paused and self._carrier is not None:
+            self._paused = True
+            self._carrier.pause_reading()
+            self._wake()
+
+    def _take_whole(self, status: int, headers: list[Header], body: bytes) -> None:
+        self.status, self.headers = status, headers
+        if body:
+            self._chunks.append(body)
+            self._buffered_bytes = len(body)
+        self._has_head = self._has_body = self._ended = self._reusable = True
+        self._finish()
+        self._wake()
+
+    def _parse(self, data: bytes) -> None:
+        parser = self._parser
+        assert parser is not None
         self._framing_bytes += len(data)
         try:
-            self._parser.feed_data(data)
+            parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
             if not self._ended:
                 self.fail(_violation(error))
@@ -212,13 +298,6 @@ class Exchange:
             self._finish()
         elif self._framing_bytes > _MAX_FRAMING_BYTES:
             self.fail(ProtocolViolation("the answer has too many bytes that are not of its body"))
-        if self._take is not None and self._chunks and self._waiter is not None and not self._waiter.done():
-            self._push(self._take, self._waiter)
-        elif self._has_head:
-            self._wake()
-        if self._buffered_bytes > HIGH_WATER_BYTES and not self._paused and self._carrier is not None:
-            self._paused = True
-            self._carrier.pause_reading()
 
     def _push(self, take: Callable[[bytes], bool], waiter: asyncio.Future[None]) -> None:
         """The reader waits in `forward`: give it what has arrived. It wakes up only when nothing more is to come."""
@@ -298,7 +377,7 @@ class Exchange:
         if not 100 <= status <= 599:
             raise ProtocolViolation(f"the answer has status {status}")
         if status < 200:  # at a 101 the parser stops with an error
-            self._interim = True
+            self._interim = self._had_interim = True
             self._framed = False
             self.headers.clear()
             return

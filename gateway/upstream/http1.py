@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, cast
 
@@ -19,6 +20,7 @@ from gateway.upstream.alarm import Alarm
 from gateway.upstream.contract import (
     ConnectFailed,
     ConnectRefused,
+    Header,
     LocalExhaustion,
     Origin,
     UpstreamClosed,
@@ -27,6 +29,7 @@ from gateway.upstream.contract import (
     is_local_exhaustion,
 )
 from gateway.upstream.exchange import Exchange
+from gateway.upstream.known_head import KnownHead
 
 __all__ = ["Http1Upstream", "encode_head", "host_header"]
 
@@ -61,6 +64,7 @@ class Http1Upstream:
         self._idle: dict[Origin, dict[_Connection, None]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
+        self._known_heads: dict[Origin, KnownHead] = {}
 
     @property
     def in_use(self) -> int:
@@ -156,9 +160,13 @@ class Http1Upstream:
                 connection.close()
             if not idle:
                 del self._idle[origin]
+                self._known_heads.pop(origin, None)
         self._sweeper = loop.call_later(self._keep_idle_s, self._sweep, loop) if self._idle else None
 
     # --- called by connections
+
+    def known_head(self, origin: Origin) -> KnownHead:
+        return self._known_heads.setdefault(origin, KnownHead())
 
     def try_keep(self, connection: _Connection) -> bool:
         """Whether the connection, done with its exchange, may wait here for the next one."""
@@ -186,6 +194,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, pool: Http1Upstream, origin: Origin) -> None:
         self.loop = asyncio.get_running_loop()
         self.alarm = Alarm(self.loop)
+        self.known_head = pool.known_head(origin)
         self.origin = origin
         self.exchange: Exchange | None = None
         self.opened_at = self.loop.time()
@@ -262,28 +271,40 @@ class _Connection(asyncio.Protocol):
 
 def encode_head(request: UpstreamRequest) -> bytes:
     """Request line and headers. Raises ValueError rather than let a value end its line: values come from other people."""
-    if not request.path.startswith("/") or " " in request.path:
-        raise ValueError("a request's path starts with a slash and has no space")
-    parts = [f"{request.method} {request.path}".encode("ascii"), _fixed_lines(request.origin)]
-    num_lines = 3
-    for name, value in request.headers:
-        if name in _OURS:
-            raise ValueError(f"the header {name!r} is for the transport to set")
-        parts += (name, b": ", value, b"\r\n")
-        num_lines += 1
+    parts = [
+        _usual_lines(request.method, request.path, request.origin, request.usual_headers),
+        _lines(request.headers),
+    ]
     if request.body or request.method == "POST":
         parts.append(b"content-length: %d\r\n" % len(request.body))
-        num_lines += 1
-    head = b"".join(parts)
-    if not head.count(b"\r\n") == head.count(b"\r") == head.count(b"\n") == num_lines or b"\0" in head:
-        raise ValueError("the path or a header of a request holds a line break or NUL")
-    return head + b"\r\n"
+    parts.append(b"\r\n")
+    return b"".join(parts)
 
 
 @lru_cache(maxsize=1024)
-def _fixed_lines(origin: Origin) -> bytes:
-    """What is the same in every request to an origin, from the protocol's version on."""
-    return b" HTTP/1.1\r\nhost: %b\r\naccept-encoding: identity\r\n" % host_header(origin)
+def _usual_lines(method: str, path: str, origin: Origin, headers: tuple[Header, ...]) -> bytes:
+    """What is the same in all such requests to an origin."""
+    if not path.startswith("/") or " " in path:
+        raise ValueError("a request's path starts with a slash and has no space")
+    line = f"{method} {path} HTTP/1.1\r\n".encode("ascii")
+    _require_lines(line, 1)
+    return b"%bhost: %b\r\naccept-encoding: identity\r\n%b" % (line, host_header(origin), _lines(headers))
+
+
+def _lines(headers: Sequence[Header]) -> bytes:
+    parts: list[bytes] = []
+    for name, value in headers:
+        if name in _OURS:
+            raise ValueError(f"the header {name!r} is for the transport to set")
+        parts += (name, b": ", value, b"\r\n")
+    lines = b"".join(parts)
+    _require_lines(lines, len(headers))
+    return lines
+
+
+def _require_lines(data: bytes, number: int) -> None:
+    if not data.count(b"\r\n") == data.count(b"\r") == data.count(b"\n") == number or b"\0" in data:
+        raise ValueError("the path or a header of a request holds a line break or NUL")
 
 
 def host_header(origin: Origin) -> bytes:

@@ -140,6 +140,10 @@ class _Exchange:
             if not take(chunk):
                 return
 
+    @property
+    def ended(self) -> bool:
+        return self._ended and self._chunk is None
+
     async def read(self, limit: int) -> bytes:
         parts: list[bytes] = []
         size = 0
@@ -257,7 +261,8 @@ def _as_httpx(request: UpstreamRequest, trace: Callable[..., Any]) -> httpx.Requ
     headers: list[Header] = [
         (b"host", host_header(origin)),
         (b"accept-encoding", b"identity"),
-        *((name, value.strip(b" \t")) for name, value in request.headers),  # h11 refuses what the native client sends
+        # h11 refuses white space around a value, which the native client sends.
+        *((name, value.strip(b" \t")) for name, value in (*request.usual_headers, *request.headers)),
         (b"connection", b"close"),
     ]
     if request.body or request.method == "POST":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -13,8 +14,10 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.access_log import AccessLog, LineWriter, open_access_log
+from gateway.access_log import AccessLog, LineWriter, _pieces, open_access_log
 from gateway.dispatch import Record
 from gateway.log_format import JsonFormatter
 from tests.gateway.stub import DONE, MODEL, USAGE, event, gateway, hangs, says, streams, stub
@@ -163,6 +166,24 @@ def test_a_log_that_was_rotated_goes_on_in_a_new_file(tmp_path: Path) -> None:
 
     assert [line["status"] for line in lines(moved)] == [200]
     assert [line["status"] for line in lines(file)] == [404]
+
+
+@given(st.lists(st.binary(max_size=30).map(lambda text: text + b"\n")), st.integers(1, 64))
+def test_lines_go_out_in_order_in_pieces_that_a_pipe_takes_whole(lines: list[bytes], most_bytes: int) -> None:
+    pieces = list(_pieces(lines, most_bytes))
+
+    assert [line for piece in pieces for line in piece] == lines
+    assert all(len(piece) == 1 or sum(map(len, piece)) <= most_bytes for piece in pieces)
+    for piece, following in itertools.pairwise(pieces):
+        assert sum(map(len, piece)) + len(following[0]) > most_bytes  # none is smaller than it could be
+
+
+def test_a_line_says_when_its_request_ended_not_when_it_was_written(tmp_path: Path) -> None:
+    log = AccessLog(LineWriter(tmp_path / "log"), wall_clock=lambda: 1_700_000_009.0)
+    log.finished(record(status=200), 1_700_000_000.5)
+    log.close()
+
+    assert lines(tmp_path / "log")[0]["time"] == "2023-11-14T22:13:20.500Z"
 
 
 def test_a_log_can_be_off_and_a_folder_that_is_not_there_ends_the_start(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from gateway.upstream.alarm import Alarm
 from gateway.upstream.contract import (
     Origin,
     ProtocolViolation,
+    Ready,
     Timeouts,
     UpstreamClosed,
     UpstreamError,
@@ -19,6 +20,7 @@ from gateway.upstream.contract import (
     UpstreamTimeout,
 )
 from gateway.upstream.exchange import HIGH_WATER_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, Exchange
+from gateway.upstream.known_head import KnownHead
 from tests.gateway.splits import split
 
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
@@ -30,6 +32,7 @@ class Recorder:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.alarm = Alarm(self.loop)
+        self.known_head = KnownHead()
         self.flow: list[str] = []
         self.ended: list[str] = []
 
@@ -46,16 +49,24 @@ class Recorder:
         self.ended.append("closed")
 
 
-def start(method: str = "POST", *, first_byte_s: float = 5.0, idle_s: float = 5.0) -> tuple[Exchange, Recorder]:
-    request = UpstreamRequest(
+def request_of(
+    method: str = "POST", *, first_byte_s: float = 5.0, idle_s: float = 5.0, ready: Ready = "head"
+) -> UpstreamRequest:
+    return UpstreamRequest(
         method=method,
         origin=Origin("http", "replica", 80),
         path="/",
         headers=[],
         timeouts=Timeouts(connect_s=5.0, first_byte_s=first_byte_s, idle_s=idle_s),
+        ready=ready,
     )
+
+
+def start(
+    method: str = "POST", *, first_byte_s: float = 5.0, idle_s: float = 5.0, ready: Ready = "head"
+) -> tuple[Exchange, Recorder]:
     carrier = Recorder()
-    return Exchange(carrier, request), carrier
+    return Exchange(carrier, request_of(method, first_byte_s=first_byte_s, idle_s=idle_s, ready=ready)), carrier
 
 
 def feed(exchange: Exchange, carrier: Recorder, pieces: Sequence[bytes], *, eof: bool) -> None:
@@ -73,6 +84,10 @@ async def outcome(
     """What the reader gets of these pieces, and what becomes of the connection."""
     exchange, carrier = start(method)
     feed(exchange, carrier, pieces, eof=eof)
+    return await what_came(exchange, carrier)
+
+
+async def what_came(exchange: Exchange, carrier: Recorder) -> tuple[Answer | type[UpstreamError], str]:
     got: Answer | type[UpstreamError]
     try:
         await exchange.wait_head()
@@ -231,6 +246,52 @@ async def test_a_damaged_answer_has_one_outcome_however_it_is_split(
     assert parts == whole
 
 
+# --- known heads
+
+
+def start_after(data: bytes, method: str = "POST") -> tuple[Exchange, Recorder]:
+    """On a connection to a replica that has given the answer `data` before."""
+    first, carrier = start()
+    feed(first, carrier, [data], eof=False)
+    carrier.ended.clear()
+    return Exchange(carrier, request_of(method)), carrier
+
+
+async def outcome_after(before: bytes, pieces: Sequence[bytes], method: str = "POST") -> object:
+    exchange, carrier = start_after(before, method)
+    feed(exchange, carrier, pieces, eof=True)
+    return await what_came(exchange, carrier)
+
+
+async def test_a_whole_answer_under_a_known_head_needs_no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange, carrier = start_after(LENGTH)
+    monkeypatch.setattr("gateway.upstream.exchange.HttpResponseParser", None)
+
+    exchange.feed(LENGTH.replace(b"Length: 15", b"Length: 4")[: -len(JSON)] + b"true")
+
+    means = (200, [(b"content-type", b"application/json"), (b"content-length", b"4")], b"true")
+    assert await what_came(exchange, carrier) == (means, "reusable")
+
+
+@pytest.mark.parametrize("method", ["POST", "HEAD"])
+@pytest.mark.parametrize("name", [*GOOD, *GARBAGE])
+async def test_what_a_replica_answered_before_changes_no_answer(name: str, method: str) -> None:
+    data = GOOD[name].data if name in GOOD else GARBAGE[name]
+    expected = await outcome([data], method, eof=True)
+
+    for before in (data, *(good.data for good in GOOD.values())):
+        assert await outcome_after(before, [data], method) == expected
+
+
+@given(st.integers(0, 100), st.integers(0, 3), st.binary(max_size=3), st.lists(st.integers(0, 100), max_size=2))
+async def test_a_damaged_answer_under_a_known_head_is_what_it_would_be_without(
+    place: int, removed: int, damage: bytes, cuts: list[int]
+) -> None:
+    damaged = LENGTH[:place] + damage + LENGTH[place + removed :]
+
+    assert await outcome_after(LENGTH, split(damaged, cuts)) == await outcome([damaged], eof=True)
+
+
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=8), st.lists(st.integers(0, 600), max_size=12))
 async def test_chunks_are_joined_without_loss(chunks: list[bytes], cuts: list[int]) -> None:
     framed = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
@@ -274,6 +335,68 @@ async def test_a_waiting_reader_gets_each_piece_as_it_comes() -> None:
         assert await reading == piece
 
     assert await exchange.read_chunk() is None
+
+
+# --- waking up for what is of use
+
+
+@pytest.mark.parametrize(("ready", "wakes_at"), [("head", 0), ("body", 1), ("whole", 3)])
+async def test_a_caller_wakes_up_when_there_is_what_it_can_use(ready: Ready, wakes_at: int) -> None:
+    exchange, carrier = start(ready=ready)
+    waiting = asyncio.ensure_future(exchange.wait_head())
+    pieces = (b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n", b"ab", b"cd", b"ef")
+
+    for number, piece in enumerate(pieces):
+        await asyncio.sleep(0)
+        exchange.feed(piece)
+        await asyncio.sleep(0)
+        assert waiting.done() == (number >= wakes_at)
+
+    assert await exchange.read(6) == b"abcdef"
+    assert carrier.ended == ["reusable"]
+
+
+async def test_a_refusal_wakes_its_caller_with_its_head() -> None:
+    exchange, _ = start(ready="whole")
+    waiting = asyncio.ensure_future(exchange.wait_head())
+    await asyncio.sleep(0)
+
+    exchange.feed(b"HTTP/1.1 429 Busy\r\nretry-after: 1\r\ncontent-length: 6\r\n\r\n")
+
+    await waiting
+    assert exchange.status == 429
+
+
+async def test_what_must_not_wait_in_memory_wakes_its_caller_before_it_is_whole() -> None:
+    exchange, carrier = start(ready="whole")
+    waiting = asyncio.ensure_future(exchange.wait_head())
+    await asyncio.sleep(0)
+
+    exchange.feed(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (2 * HIGH_WATER_BYTES) + b"x" * HIGH_WATER_BYTES)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    exchange.feed(b"x")
+
+    await waiting
+    assert carrier.flow == ["pause"]
+
+
+async def test_silence_within_a_body_that_is_wanted_whole_is_a_timeout_of_its_reader() -> None:
+    exchange, carrier = start(first_byte_s=600.0, idle_s=0.2, ready="whole")
+    waiting = asyncio.ensure_future(exchange.wait_head())
+    await asyncio.sleep(0)
+    exchange.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
+    began = time.monotonic()
+
+    while time.monotonic() < began + 0.3:
+        exchange.feed(b"x")
+        await asyncio.sleep(0.01)
+    assert not waiting.done()
+
+    await waiting
+    with pytest.raises(UpstreamTimeout, match="silent"):
+        await exchange.read(100)
+    assert carrier.ended == ["closed"]
 
 
 # --- forwarding

@@ -1,12 +1,13 @@
 """A stream between a transport and a server that push; clients keep up, fall behind or are served by another server."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 
 import pytest
-from starlette.types import Message
 
 from gateway.forwarding import Forwarding
-from gateway.server.asgi import WRITE_EXTENSION, Reply
+from gateway.server.asgi import Reply
+from gateway.server.exchange import Header
 from gateway.sse import SseRelay
 from gateway.upstream.contract import ProtocolViolation, UpstreamError
 
@@ -24,6 +25,10 @@ class Body:
         self.headers: list[tuple[bytes, bytes]] = []
         self.pieces = list(pieces)
         self.then = then
+
+    @property
+    def ended(self) -> bool:
+        return not self.pieces and self.then is None
 
     async def read_chunk(self) -> bytes | None:
         if self.pieces:
@@ -43,7 +48,7 @@ class Body:
 
 
 class Client:
-    """Takes so many pieces at once before it has to be waited for."""
+    """An `Exchange` that takes so many pieces at once before it has to be waited for; None: one that always must be."""
 
     def __init__(self, takes: int | None) -> None:
         self.takes = takes
@@ -52,15 +57,33 @@ class Client:
         self.gaps: list[float] = []
         self.now = 0.0
         relay = SseRelay(strip_usage=True)
-        reply = Reply(self._send, "id", None if takes is None else {WRITE_EXTENSION: self._write})
-        self.forwarding = Forwarding(relay, reply, "m", self._clock, lambda model, gap: self.gaps.append(gap))
+        self.forwarding = Forwarding(
+            relay, Reply(self, "id"), "m", self._clock, lambda model, gap: self.gaps.append(gap)
+        )
         self.relay = relay
 
     def _clock(self) -> float:
         self.now += 1.0
         return self.now
 
-    def _write(self, data: bytes) -> bool:
+    @property
+    def task(self) -> asyncio.Task[None]:
+        raise NotImplementedError
+
+    def try_take_body(self, limit: int) -> bytes | None:
+        raise NotImplementedError
+
+    async def read_body(self, limit: int) -> bytes:
+        raise NotImplementedError
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None: ...
+
+    def try_answer(self, status: int, headers: Sequence[Header], body: bytes) -> bool:
+        raise NotImplementedError
+
+    def try_write(self, data: bytes) -> bool:
+        if self.takes is None:
+            return False
         if not self.takes:
             self.takes = 1
             return False
@@ -68,9 +91,12 @@ class Client:
         self.got.append(data)
         return True
 
-    async def _send(self, message: Message) -> None:
+    async def start(self, status: int, headers: Sequence[Header]) -> None:
+        raise NotImplementedError
+
+    async def write(self, data: bytes, *, more: bool) -> None:
         self.waits += 1
-        self.got.append(message["body"])
+        self.got.append(data)
 
 
 @pytest.mark.parametrize("takes", [100, 1, 0, None])

@@ -12,6 +12,7 @@ noise of a fixed seed. On the real engine it is what a client's clock sees.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import time
@@ -57,13 +58,14 @@ class Tenant:
             "path": "/v1/completions",
             "query_string": b"",
             "headers": headers,
-            # As our own listener does; nobody leaves here.
-            "extensions": {"warmpath.disconnect": lambda _: None},
         }
         answer = bytearray()
+        messages = [{"type": "http.request", "body": sent}]
 
         async def receive() -> Message:
-            return {"type": "http.request", "body": sent}
+            if not messages:
+                await asyncio.Event().wait()  # nobody leaves here
+            return messages.pop()
 
         async def send(message: Message) -> None:
             answer.extend(message.get("body", b""))

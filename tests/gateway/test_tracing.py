@@ -163,6 +163,29 @@ def test_one_in_so_many_is_sampled() -> None:
     assert [tracer.begin([]).sampled for _ in range(6)] == [True, True, True, False, False, False]
 
 
+def test_no_two_requests_share_a_trace_whether_sampled_or_not() -> None:
+    tracer = Tracer(_Nowhere(), sample_ratio=0.5)
+
+    traces = [tracer.begin([(b"accept", b"*/*")]) for _ in range(1000)]
+
+    told = [parse_traceparent(dict(trace.headers(None))[b"traceparent"]) for trace in traces]
+    assert told == [trace.context for trace in traces]
+    assert len({trace.trace_id for trace in traces}) == 1000
+
+
+def test_what_a_client_says_beside_its_trace_goes_to_no_other_request() -> None:
+    tracer = Tracer(_Nowhere(), sample_ratio=0.0)
+    baggage = (b"baggage", b"a=b")
+
+    with_baggage = tracer.begin([baggage])
+    without = [tracer.begin([]) for _ in range(200)]
+
+    assert baggage in with_baggage.headers(None)
+    assert not any(baggage in trace.headers(None) for trace in without)
+    assert Tracer().begin([baggage, (b"tracestate", b"c=d")]).headers(None) == [baggage]
+    assert Tracer().begin([]).headers(None) == ()
+
+
 class _Nowhere:
     def emit(self, name: str, **_: Any) -> None:
         raise AssertionError("nothing ended")
