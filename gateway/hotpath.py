@@ -248,7 +248,9 @@ class HotPath:
     async def _prompt(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         if request.subpath:
             return _NOTHING_TO_COMPUTE
-        prompt = await self._preparer.prepare(request, pool, salt)  # which also finds what is wrong with the body
+        prompt = self._preparer.try_prepare(request, pool, salt)  # which also finds what is wrong with the body
+        if prompt is None:
+            prompt = await self._preparer.prepare(request, pool, salt)
         if prompt.ids is not None and prompt.num_tokens > _LONG_PROMPT_TOKENS:
             self._require_room(request, prompt.num_tokens)
         return prompt
