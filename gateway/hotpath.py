@@ -271,8 +271,8 @@ class HotPath:
         authenticator, known = access.authenticator, head.client
         if known is not None and known.rules is access and _is_current(authenticator, known):
             return known
-        ring = authenticator.ring if authenticator is not None else None
         key = authenticate(authenticator, head.scope, _SCOPES[head.endpoint])
+        ring = authenticator.ring if authenticator is not None else None
         tenant, group = (key.tenant, key.group) if key is not None else (PUBLIC_GROUP, PUBLIC_GROUP)
         key_id, quota = (key.id, key.limits) if key is not None else (None, None)
         caller = access.rules.caller(key_id, quota, tenant)
