@@ -55,7 +55,7 @@ class KnownHead:
         return status, headers, int(length), last + len(after)
 
     def learn(self, data: bytes, status: int, headers: list[Header]) -> None:
-        """What the parser made of `data`: a head and some of the body, which ended with its length on a connection that stays."""
+        """What the parser made of `data`: a head, and some of a body that ended with its length; the connection goes on."""
         end = data.find(b"\r\n\r\n", 0, MAX_KNOWN_BYTES)
         found = _LENGTH.search(data, 0, end + 2) if end >= 0 else None
         if found is None:
