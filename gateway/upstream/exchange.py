@@ -257,13 +257,21 @@ class Exchange:
     # --- the connection's side
 
     def feed(self, data: bytes) -> None:
-        if self._left is not None:
-            self._count_body(data)
-        elif self._parser is not None:
-            self._parse(data)
-        else:
-            self._heard = True
-            self._begin(data)
+        if self._parser is not None or not self._is_counted(data):
+            assert self._parser is not None
+            self._framing_bytes += len(data)
+            try:
+                self._parser.feed_data(data)
+            except (HttpParserError, HttpParserUpgrade) as error:
+                if not self._ended:
+                    self.fail(_violation(error))
+                    return
+                self._reusable = False
+            if self._ended:
+                self._learn()
+                self._finish()
+            elif self._framing_bytes > _MAX_FRAMING_BYTES:
+                self.fail(ProtocolViolation("the answer has too many bytes that are not of its body"))
         if self._take is not None and self._chunks and self._waiter is not None and not self._waiter.done():
             self._push(self._take, self._waiter)
         elif self._is_ready():
@@ -275,17 +283,20 @@ class Exchange:
             self._carrier.pause_reading()
             self._wake()
 
-    def _begin(self, data: bytes) -> None:
-        """The first bytes: under a known head the body need only be counted."""
-        known = None if self._is_head_request else self._known_head.read(data)
-        if known is not None:
+    def _is_counted(self, data: bytes) -> bool:
+        """Whether there is no parser, because the head is known and the body need only be counted, as was done with `data`."""
+        if self._left is None:
+            self._heard = True
+            known = None if self._is_head_request else self._known_head.read(data)
+            if known is None:
+                self._parser = HttpResponseParser(self)
+                self._beginning = data[:MAX_KNOWN_BYTES]
+                return False
             self.status, self.headers, self._left, body_at = known
             self._has_head = self._framed = True
-            self._count_body(data[body_at:])
-            return
-        self._parser = HttpResponseParser(self)
-        self._beginning = data[:MAX_KNOWN_BYTES]
-        self._parse(data)
+            data = data[body_at:]
+        self._count_body(data)
+        return True
 
     def _count_body(self, data: bytes) -> None:
         assert self._left is not None
@@ -300,23 +311,9 @@ class Exchange:
             self._reusable = not excess.strip(b"\r\n")  # line ends before an answer mean nothing, as to the parser
             self._finish()
 
-    def _parse(self, data: bytes) -> None:
-        parser = self._parser
-        assert parser is not None
-        self._framing_bytes += len(data)
-        try:
-            parser.feed_data(data)
-        except (HttpParserError, HttpParserUpgrade) as error:
-            if not self._ended:
-                self.fail(_violation(error))
-                return
-            self._reusable = False
-        if self._ended:
-            if self._reusable and self.status == 200 and not (self._is_head_request or self._had_interim):
-                self._known_head.learn(self._beginning, self.status, self.headers)
-            self._finish()
-        elif self._framing_bytes > _MAX_FRAMING_BYTES:
-            self.fail(ProtocolViolation("the answer has too many bytes that are not of its body"))
+    def _learn(self) -> None:
+        if self._reusable and self.status == 200 and not (self._is_head_request or self._had_interim):
+            self._known_head.learn(self._beginning, self.status, self.headers)
 
     def _push(self, take: Callable[[bytes], bool], waiter: asyncio.Future[None]) -> None:
         """The reader waits in `forward`: give it what has arrived. It wakes up only when nothing more is to come."""
