@@ -53,6 +53,10 @@ _USAGE_ON_REQUEST: Final = frozenset({"/v1/chat/completions", "/v1/completions"}
 _MAX_ITEMS: Final = 2048
 """Messages, parts of messages, inputs: each costs a step of its own, here and at the replica. OpenAI's limit for inputs."""
 
+_TELLING_BYTES: Final = 64
+_FEW_BYTES: Final = 100_000
+"""Half of `MAX_VALUES` at most, which leaves the other half to what is known."""
+
 _COUNT_DIGITS: Final = 16
 _MOST_COUNTED: Final = 1 << 31
 
@@ -121,6 +125,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     follows: str | None = None
     """Id of the response or conversation that this one goes on from."""
     body: bytes = b""
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    """As they are in the body."""
 
     @property
     def is_chat(self) -> bool:
@@ -143,6 +149,29 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         """The whole body decoded. Raises `ApiError` 400 for what the first scan skipped."""
         fields = decode_object(self.body)
         _require_few_items(fields)
+        return fields
+
+    def fields_behind(self, messages: bytes, num_known: int) -> dict[str, Any] | None:
+        """`fields`, with those messages only that come behind the first bytes of `messages`, as `fields` found them valid in
+        another request; there is a comma. `messages`: the same as ours. None where `fields` must say.
+        """
+        start = self.body.find(messages[:_TELLING_BYTES])
+        if not self.body.startswith(messages, start):
+            return None
+        end = start + len(messages)
+        # Where the null comes out is the list that counts, and not another one like it.
+        parts = (self.body[:start], b"[null", messages[num_known:], self.body[end:])
+        shortened = b"".join(parts)
+        if len(shortened) > _FEW_BYTES:
+            return None
+        try:
+            fields = decode_object(shortened)
+        except ApiError:
+            return None
+        new = fields["messages"]
+        if new[0] is not None:
+            return None
+        fields["messages"] = new[1:]
         return fields
 
     def upstream_body(self, extra: dict[str, Any]) -> bytes:
@@ -190,6 +219,7 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
         choices=_most(fields.n, fields.best_of) or 1,
         follows=_followed(fields) if endpoint == "/v1/responses" else None,
         body=body,
+        messages=fields.messages,
     )
 
 

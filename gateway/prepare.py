@@ -20,7 +20,7 @@ from gateway.api_error import ApiError
 from gateway.openai import GenerationRequest
 from router import BlockName, IdTexts, NameCache, Pool, Query, chunk_names, root_name
 from router.chat_rules import check_chat
-from router.prompt import Prompter, PromptError, TokenizerFiles, load_prompter
+from router.prompt import Prompter, PromptError, Sighting, TokenizerFiles, load_prompter
 from router.text_key import canonical_text
 from router.wire import pack_ids
 
@@ -78,6 +78,15 @@ class Prompters:
     def get(self, digest: str) -> Prompter | None:
         return self._loaded.get(digest)
 
+    def talks(self) -> dict[tuple[str, ...], float]:
+        """How many were begun, continued and mistaken, for all models. Any thread may ask."""
+        counts = [prompter.talks for prompter in list(self._loaded.values())]
+        return {
+            ("begun",): sum(each.begun for each in counts),
+            ("continued",): sum(each.continued for each in counts),
+            ("mistaken",): sum(each.mistaken for each in counts),
+        }
+
     async def load(self, files: TokenizerFiles) -> str:
         """Digest under which the tokenizer can be had from now on. Raises `TokenizerError` for bad files."""
         digest = await asyncio.to_thread(lambda: files.digest)
@@ -104,33 +113,26 @@ class Preparer:
 
     async def prepare(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         """Raises `ApiError` 400 for a prompt that cannot be rendered."""
-        prompter = self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None
-        if _fits_the_loop(request, prompter):
-            return self.prepare_now(request, pool, salt)
+        prepared = self.try_prepare(request, pool, salt)
+        if prepared is not None:
+            return prepared
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self.prepare_now, request, pool, salt)
+
+    def try_prepare(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt | None:
+        """At once, if that takes little time; None: `prepare`. Raises as that does."""
+        if _fits_the_loop(request, self._prompter(pool)):
+            return self.prepare_now(request, pool, salt)
+        return None
 
     def prepare_now(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         """The same, in the caller's thread. Any thread may call it."""
         root = root_name(model=pool.model, revision=pool.revision, adapter=pool.adapter, salt=salt)
-        prompter = self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None
         escape = pool.key_space == "tokens" and self._escapes(pool.model)
+        prompter = self._prompter(pool)
+        if prompter is None:
+            return _by_text(request, pool, root, escape=escape)
         try:
-            if prompter is None:
-                fields = request.fields()
-                text = canonical_text(fields)
-                num_tokens = int(len(text) / pool.bytes_per_token) + 1
-                names = chunk_names(text, root)
-                num_prompts, _ = _prompts(fields.get("prompt"))
-                return PreparedPrompt(
-                    names,
-                    num_tokens,
-                    ids=None,
-                    escape=escape,
-                    num_bytes=len(text),
-                    num_prompts=num_prompts,
-                    total_tokens=num_tokens,
-                )
             packed, num_prompts, rest = _packed_ids(request, prompter, escape)
         except PromptError as error:
             raise ApiError(400, error.code, str(error), param=error.param) from error
@@ -144,6 +146,20 @@ class Preparer:
             num_prompts=num_prompts,
             total_tokens=num_tokens + rest,
         )
+
+    def _prompter(self, pool: Pool) -> Prompter | None:
+        """None where the pool is matched by text."""
+        return self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None
+
+
+def _by_text(request: GenerationRequest, pool: Pool, root: BlockName, *, escape: bool) -> PreparedPrompt:
+    fields = request.fields()
+    text = canonical_text(fields)
+    num_bytes = len(text)
+    num_tokens = int(num_bytes / pool.bytes_per_token) + 1
+    prompt = fields.get("prompt")
+    num_prompts = 1 if prompt is None else _prompts(prompt)[0]
+    return PreparedPrompt(chunk_names(text, root), num_tokens, None, escape, num_bytes, num_prompts, num_tokens)
 
 
 def _fits_the_loop(request: GenerationRequest, prompter: Prompter | None) -> bool:
@@ -173,10 +189,9 @@ def _packed_ids(request: GenerationRequest, prompter: Prompter, escape: bool) ->
 
     `escape` is for messages: a plain prompt is written by who knows the model's tokens, and means them.
     """
-    fields = request.fields()
     if request.is_chat:
-        check_chat(fields)
-        return prompter.pack_chat(fields, now=datetime.now(UTC), escape=escape), 1, 0
+        return _packed_chat(request, prompter, escape), 1, 0
+    fields = request.fields()
     prompt = fields["prompt"]
     is_one = not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int)
     first = prompt if is_one else prompt[0]
@@ -193,6 +208,31 @@ def _packed_ids(request: GenerationRequest, prompter: Prompter, escape: bool) ->
     num_prompts, rest = _prompts(prompt)
     per_unit = max(len(packed) / 4 / max(len(first), 1), 1 / _MOST_CHARS_PER_TOKEN)
     return packed, num_prompts, math.ceil(rest * per_unit)
+
+
+def _packed_chat(request: GenerationRequest, prompter: Prompter, escape: bool) -> bytes:
+    now = datetime.now(UTC)
+    if escape:
+        fields = request.fields()
+        check_chat(fields)
+        return prompter.pack_chat(fields, now, escape=True)
+    sighting = prompter.sight_talk(request.messages)
+    if (packed := _continued(request, prompter, sighting, now)) is not None:
+        return packed
+    fields = request.fields()
+    check_chat(fields)
+    return prompter.begin_talk(sighting, fields, now)
+
+
+def _continued(request: GenerationRequest, prompter: Prompter, sighting: Sighting, now: datetime) -> bytes | None:
+    """Ids of a known talk that goes on; None where all of it must be looked at."""
+    if sighting.known is None or (fields := request.fields_behind(sighting.source, len(sighting.known.source))) is None:
+        return None
+    try:
+        check_chat(fields)
+        return prompter.continue_talk(sighting, fields, now)
+    except PromptError:  # which would count from the first new message
+        return None
 
 
 def _prompts(prompt: object) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import click
 from loadtest.fleet import fleet
 from loadtest.hotpath import gateway
 from loadtest.matrix import matrix
+from loadtest.restart import restart
 from loadtest.soak import soak
 from loadtest.streams import streams
 from loadtest.trace import data
@@ -24,7 +25,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-for command in (fleet, gateway, streams, soak, matrix, data):
+for command in (fleet, gateway, streams, soak, restart, matrix, data):
     main.add_command(command)
 
 if __name__ == "__main__":

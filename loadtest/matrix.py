@@ -19,18 +19,21 @@ from rich.console import Console
 from loadtest.arms import Arm, Ours, Peer
 from loadtest.compare import Report, Setup, compare, write_report
 from loadtest.fleet import WIDTH, show
-from loadtest.peers import PACKAGES, known_peers
+from loadtest.peers import BEST, PACKAGES, PINNED, known_peers
 from loadtest.plots import draw_plots, require_matplotlib
 from loadtest.processes import SystemFailure
 from loadtest.report import markdown
 from loadtest.summary import Limits
+from loadtest.targets import OURS, TARGETS, cell_name
 from loadtest.workloads import SHARED_RATES, Workload, make_workload
 
-__all__ = ["Cell", "Plan", "make_plan", "matrix"]
+__all__ = ["Cell", "Plan", "compared_arms", "make_plan", "matrix"]
 
 _START_S: Final = 6.0
 """Of a router and its fleet, and their end."""
 _MOST_RUNS: Final = 3
+_SETTLED: Final = 0.995
+"""Part of the answers, at least, when none of the others can change a percentile (`loadtest.openloop.is_settled`)."""
 _TOKEN_S: Final = 0.06
 """How long a token of the last answers takes, simulated."""
 
@@ -49,6 +52,16 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.workload}-{self.load:g}x" if self.workload == "trace" else self.workload
+
+    @property
+    def to_the_end(self) -> bool:
+        """Half of a run of the trace is to wait for the last hundredth of its answers, eight times as long as the usual one."""
+        return self.workload != "trace"
+
+    @property
+    def target_name(self) -> str:
+        """Of `loadtest.targets`."""
+        return cell_name(self.workload, self.load)
 
     def make(self, seed: int) -> Workload:
         return make_workload(self.workload, load=self.load, seed=seed, rates=SHARED_RATES)
@@ -71,9 +84,21 @@ _COMPARED: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    arms: tuple[Arm, ...]
+    arms: tuple[tuple[Arm, ...], ...]
+    """Of each load."""
     runs: int
     seconds: float
+
+
+def compared_arms(target_cell: str, peers: Sequence[Arm]) -> tuple[Arm, ...]:
+    """Those that the targets of a load hold against each other: ours in both modes, each peer as it is best, and what one of
+    the targets names besides.
+    """
+    names = {*OURS.values(), *BEST}
+    for target in TARGETS:
+        if target.cell == target_cell:
+            names.update({"pinning": PINNED, "random": ("random",)}.get(target.against, ()))
+    return tuple(arm for arm in (*_ESSENTIAL, *peers) if arm.name in names)
 
 
 def make_plan(lengths_s: Sequence[float], peers: Sequence[Arm], budget_s: float) -> Plan | None:
@@ -81,18 +106,23 @@ def make_plan(lengths_s: Sequence[float], peers: Sequence[Arm], budget_s: float)
 
     `lengths_s`: real seconds of one run of each load.
     """
-    once_s = sum(lengths_s)
     every, fewer = (*_ESSENTIAL, *peers, *_COMPARED), (*_ESSENTIAL, *peers)
     for runs, arms in product(range(_MOST_RUNS, 0, -1), (every, fewer)):
-        if (seconds := once_s * len(arms) * runs) <= budget_s:
-            return Plan(arms, runs, seconds)
+        plan = _plan([arms] * len(lengths_s), lengths_s, runs)
+        if plan.seconds <= budget_s:
+            return plan
     return None
 
 
-def run_length_s(workload: Workload, speedup: float) -> float:
-    """Real seconds: until the last one is due and answered."""
-    ends_s = [request.at_s + request.max_tokens * _TOKEN_S for request in workload.requests]
-    return _START_S + max(ends_s) / speedup
+def _plan(arms: Sequence[Sequence[Arm]], lengths_s: Sequence[float], runs: int) -> Plan:
+    seconds = runs * sum(length_s * len(each) for length_s, each in zip(lengths_s, arms, strict=True))
+    return Plan(tuple(map(tuple, arms)), runs, seconds)
+
+
+def run_length_s(workload: Workload, cell: Cell) -> float:
+    """Real seconds: until the last one is due and answered; else until all are that have to be."""
+    ends_s = sorted(request.at_s + request.max_tokens * _TOKEN_S for request in workload.requests)
+    return _START_S + ends_s[-1 if cell.to_the_end else int(len(ends_s) * _SETTLED)] / cell.speedup
 
 
 def _named(text: str, arms: Sequence[Arm]) -> list[Arm]:
@@ -102,11 +132,10 @@ def _named(text: str, arms: Sequence[Arm]) -> list[Arm]:
     return [by_name[name] for name in text.split(",")]
 
 
-def _plan_of(arms: Sequence[Arm], lengths_s: Sequence[float], budget_s: float) -> Plan | None:
+def _plan_of(arms: Sequence[Sequence[Arm]], lengths_s: Sequence[float], budget_s: float) -> Plan | None:
     """As many runs of just these as fit."""
-    once_s = sum(lengths_s) * len(arms)
-    runs = min(_MOST_RUNS, int(budget_s // once_s))
-    return Plan(tuple(arms), runs, runs * once_s) if runs else None
+    fitting = int(budget_s // _plan(arms, lengths_s, 1).seconds)
+    return _plan(arms, lengths_s, min(_MOST_RUNS, fitting)) if fitting else None
 
 
 def _cells(_: click.Context, __: click.Parameter, text: str) -> list[Cell]:
@@ -123,6 +152,7 @@ def _cells(_: click.Context, __: click.Parameter, text: str) -> list[Cell]:
 Examples:
   make bench-peers                                        # installs the peers, then all of it
   warmpath bench matrix --peers ~/.cache/warmpath/peers --dry-run
+  make bench-peers BENCH_MINUTES=60 BENCH_ARGS=--only-targets    # what the targets need, once
   warmpath bench matrix --peers ~/.cache/warmpath/peers --loads trace-1x --budget-min 20 --out /tmp/results
 """,
 )
@@ -133,6 +163,11 @@ Examples:
 )
 @click.option(
     "--routers", default="", help="Only these, names with commas between.  [default: what fits into the time]"
+)
+@click.option(
+    "--only-targets",
+    is_flag=True,
+    help="Under each load only the routers that its targets compare, peers at their best.",
 )
 @click.option("--speedup", type=click.FloatRange(0.1, 50), help="Of all time.  [default: each load has its own]")
 @click.option("--seed", type=int, default=1, show_default=True)
@@ -147,6 +182,7 @@ def matrix(
     cells: list[Cell],
     budget_min: float,
     routers: str,
+    only_targets: bool,
     speedup: float | None,
     seed: int,
     port: int,
@@ -163,28 +199,30 @@ def matrix(
     if speedup is not None:
         cells = [replace(cell, speedup=speedup) for cell in cells]
     workloads = [cell.make(seed) for cell in cells]
-    lengths_s = [run_length_s(workload, cell.speedup) for cell, workload in zip(cells, workloads, strict=True)]
-    if routers:
-        plan = _plan_of(_named(routers, [*_ESSENTIAL, *_COMPARED, *peers]), lengths_s, budget_min * 60)
+    lengths_s = [run_length_s(workload, cell) for cell, workload in zip(cells, workloads, strict=True)]
+    if routers and only_targets:
+        raise click.UsageError("--routers and --only-targets are two answers to one question")
+    if only_targets:
+        plan = _plan_of([compared_arms(cell.target_name, peers) for cell in cells], lengths_s, budget_min * 60)
+    elif routers:
+        named = _named(routers, [*_ESSENTIAL, *_COMPARED, *peers])
+        plan = _plan_of([named] * len(cells), lengths_s, budget_min * 60)
     else:
         plan = make_plan(lengths_s, peers, budget_min * 60)
     if plan is None:
-        least_min = sum(lengths_s) * (len(_ESSENTIAL) + len(peers)) / 60
         raise click.ClickException(
-            f"one run of each takes {least_min:.0f} minutes: raise --budget-min, or name fewer --loads"
+            "one run of each takes longer: raise --budget-min, or name fewer --loads or --routers"
         )
-    console.print(
-        f"{plan.runs} runs of {len(plan.arms)} routers under {len(cells)} loads: {plan.seconds / 60:.0f} minutes"
-    )
-    for cell, length_s in zip(cells, lengths_s, strict=True):
+    console.print(f"{plan.runs} runs under {len(cells)} loads: {plan.seconds / 60:.0f} minutes")
+    for cell, length_s, arms in zip(cells, lengths_s, plan.arms, strict=True):
         console.print(f"  {cell.name} at {cell.speedup:g} times the speed: {length_s:.0f} s a run")
-    console.print(f"  routers: {', '.join(arm.name for arm in plan.arms)}")
+        console.print(f"    of {', '.join(arm.name for arm in arms)}")
     if dry_run:
         return
     out.mkdir(parents=True, exist_ok=True)
     reports = [
-        _measure(cell, workload, plan, seed, port, out, console)
-        for cell, workload in zip(cells, workloads, strict=True)
+        _measure(cell, workload, arms, plan.runs, seed, port, out, console)
+        for cell, workload, arms in zip(cells, workloads, plan.arms, strict=True)
     ]
     text = markdown(reports)
     (out / "tables.md").write_text(text)
@@ -193,7 +231,16 @@ def matrix(
         sys.exit(1)
 
 
-def _measure(cell: Cell, workload: Workload, plan: Plan, seed: int, port: int, out: Path, console: Console) -> Report:
+def _measure(
+    cell: Cell,
+    workload: Workload,
+    arms: Sequence[Arm],
+    runs: int,
+    seed: int,
+    port: int,
+    out: Path,
+    console: Console,
+) -> Report:
     setup = Setup(
         workload=cell.workload,
         load=cell.load,
@@ -204,12 +251,13 @@ def _measure(cell: Cell, workload: Workload, plan: Plan, seed: int, port: int, o
         tokens_per_chunk=16,
         kv_tokens=workload.kv_tokens,
         seed=seed,
-        runs=plan.runs,
+        runs=runs,
         limits=Limits(),
-        peers={arm.name: " ".join(arm.words) for arm in plan.arms if isinstance(arm, Peer)},
+        to_the_end=cell.to_the_end,
+        peers={arm.name: " ".join(arm.words) for arm in arms if isinstance(arm, Peer)},
     )
     try:
-        report = compare(plan.arms, workload, setup, port, lambda text: console.print(f"[dim]{cell.name}: {text}[/]"))
+        report = compare(arms, workload, setup, port, lambda text: console.print(f"[dim]{cell.name}: {text}[/]"))
     except SystemFailure as error:
         raise click.ClickException(str(error)) from error
     show(console, report)

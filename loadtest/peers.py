@@ -13,7 +13,7 @@ from typing import Final
 
 from loadtest.arms import Peer
 
-__all__ = ["PACKAGES", "PINNED", "known_peers"]
+__all__ = ["BEST", "PACKAGES", "PINNED", "known_peers"]
 
 PACKAGES: Final = {"sglang-router": "0.3.2", "vllm-router": "0.1.17", "smg": "1.13.0"}
 
@@ -43,6 +43,9 @@ _COMMANDS: Final = {
     "vllm-router": "--host 127.0.0.1 --log-level warning",
     "smg": "launch --host 127.0.0.1 --prometheus-host 127.0.0.1 --log-level warn",
 }
+
+BEST: Final = ("sglang-router:tuned", "vllm-router:tuned", "smg:tuned", "smg:pinned")
+"""The settings of each package that are best under some load."""
 
 PINNED: Final = ("vllm-router:pinned", "smg:pinned", "consistent_hash")
 """Those that keep a conversation where it began."""

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -41,8 +41,9 @@ class Usage:
 class Process:
     """A running program; made by `running_process`."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
-        self._popen = popen
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]], log: Path) -> None:
+        self._start = start
+        self._popen = start()
         self._log = log
 
     @property
@@ -71,24 +72,38 @@ class Process:
                     todo += map(int, (task / "children").read_text().split())
         return Usage(running / 1e9, waiting / 1e9)
 
+    def memory_mb(self) -> float:
+        """Resident, of it alone."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    def kill(self) -> None:
+        """As a crash would end it: at once, with what it has started, and without a word."""
+        os.killpg(self.pid, signal.SIGKILL)  # the session that we made for it
+        self._popen.wait()
+
+    def start_again(self) -> None:
+        """One that has ended, in the same way. Raises SystemFailure."""
+        with _signals_wait():
+            self._popen = self._start()
+
     def stop(self) -> None:
         """Ask it to end, then make it, and whatever it has left behind."""
         self._popen.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_STOP_S)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # the session that we made for it
-        self._popen.wait()
+            self.kill()
 
 
 @contextlib.contextmanager
 def running_process(args: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Iterator[Process]:
-    """Raises SystemFailure if it cannot be started. Its output goes to `log`."""
-    process: Process | None = None
-    try:
-        with log.open("wb") as output, _signals_wait():
-            try:
-                popen = subprocess.Popen(
+    """Raises SystemFailure if it cannot be started. Its output goes to the end of `log`."""
+
+    def start() -> subprocess.Popen[bytes]:
+        try:
+            with log.open("ab") as output:
+                return subprocess.Popen(
                     args,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -96,9 +111,13 @@ def running_process(args: Sequence[str], log: Path, environment: Mapping[str, st
                     env={**os.environ, **(environment or {})},
                     start_new_session=True,
                 )
-            except OSError as error:
-                raise SystemFailure(f"cannot start {args[0]}: {error.strerror}") from error
-            process = Process(popen, log)
+        except OSError as error:
+            raise SystemFailure(f"cannot start {args[0]}: {error.strerror}") from error
+
+    process: Process | None = None
+    try:
+        with _signals_wait():
+            process = Process(start, log)
         yield process
     finally:
         if process is not None:

@@ -28,7 +28,7 @@ from loadtest.processes import SystemFailure
 from loadtest.routers import Metrics, Router, start_ours, start_stubs, wait_answering
 from loadtest.stub import MODEL
 
-__all__ = ["percentile_bound", "streams"]
+__all__ = ["Lag", "lag_between", "percentile_bound", "streams"]
 
 _REPLICAS: Final = 4
 _OPENED_S: Final = 0.002
@@ -123,7 +123,7 @@ def percentile_bound(buckets: Mapping[float, float], share: float) -> float | No
     return None if bound == float("inf") else bound
 
 
-def _lag(before: Mapping[str, float], after: Mapping[str, float]) -> Lag:
+def lag_between(before: Mapping[str, float], after: Mapping[str, float]) -> Lag:
     buckets = {float(found[1]): after[name] - before[name] for name in after if (found := _LAG.fullmatch(name))}
     p50, p99, most = (percentile_bound(buckets, share) for share in (0.5, 0.99, 1.0))
     in_ms = [None if bound is None else 1000 * bound for bound in (p50, p99, most)]
@@ -176,7 +176,7 @@ async def measure(router: Router, count: int, chunks: int, gap_s: float) -> Resu
         failed=count - sum(good),
         cpu_us_per_chunk=1e6 * (cpu_after - cpu) / relayed,
         cpu_share=(cpu_after - cpu) / took_s,
-        lag=_lag(before, after),
+        lag=lag_between(before, after),
     )
 
 

@@ -10,7 +10,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -61,6 +61,10 @@ class System:
     replica_ports: tuple[int, ...]
     routers: tuple[Process, ...]
     fleet: tuple[Process, ...]
+    admin_key: str = ""
+    """Of our gateways, whose admin listeners are at the ports after those of clients."""
+    credential: str = ""
+    """Of the replicas behind them."""
 
     def usage(self) -> tuple[Usage, Usage]:
         """Of the routers and of the fleet."""
@@ -76,19 +80,24 @@ def _sum(processes: Sequence[Process]) -> Usage:
 
 
 @contextlib.contextmanager
-def running_system(arm: Arm, shape: FleetShape, port: int) -> Iterator[System]:
-    """The router on `port`, the replicas `NUM_PORTS` above it. Raises SystemFailure."""
+def running_system(arm: Arm, shape: FleetShape, port: int, *, holds: Path | None = None) -> Iterator[System]:
+    """The router on `port`, the replicas `NUM_PORTS` above it. Raises SystemFailure.
+
+    `holds`: a file where gateways of ours write how long they hold their event loops (`loadtest.holds`).
+    """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warmpath-bench-")))
         if isinstance(arm, Peer):
             system = _start_peer(stack, folder, arm, shape, port)
         else:
-            system = _start_ours(stack, folder, arm, shape, port)
+            system = _start_ours(stack, folder, arm, shape, port, holds)
         yield system
         system.check()
 
 
-def _start_ours(stack: contextlib.ExitStack, folder: Path, arm: Ours, shape: FleetShape, port: int) -> System:
+def _start_ours(
+    stack: contextlib.ExitStack, folder: Path, arm: Ours, shape: FleetShape, port: int, holds: Path | None
+) -> System:
     ports = _replica_ports(shape, port)
     admin_key = f"wpa-bench-{secrets.token_urlsafe(24)}"
     join_token = f"wpj-fleet-{secrets.token_urlsafe(24)}"
@@ -114,11 +123,12 @@ def _start_ours(stack: contextlib.ExitStack, folder: Path, arm: Ours, shape: Fle
     }
     if arm.gateways > 1:  # or what one has sent would be of no use to the other
         environment["WARMPATH_KEYS__FLEET_SECRET"] = secrets.token_hex(32)
-    fleet = _start_fleet(stack, folder, shape, ports, joining)
+    credential = secrets.token_urlsafe(24)
+    fleet = _start_fleet(stack, folder, shape, ports, joining, {"WARMPATH_CREDENTIAL": credential})
     routers = tuple(
         stack.enter_context(
             running_process(
-                _gateway_command(arm, each, folder / f"state-{each}", ports),
+                _gateway_command(arm, each, folder / f"state-{each}", ports, holds),
                 folder / f"router-{each}.log",
                 {**environment, "WARMPATH_ROUTING__GATEWAY": str(number)},
             )
@@ -137,11 +147,12 @@ def _start_ours(stack: contextlib.ExitStack, folder: Path, arm: Ours, shape: Fle
             return len(usable) == shape.replicas and http.get(f"{admin_url}/ready").is_success
 
         _wait(ready, (*routers, *fleet), f"does not see {shape.replicas} replicas that are ready")
-    return System(tuple(client_ports), ports, routers, fleet)
+    return System(tuple(client_ports), ports, routers, fleet, admin_key, credential)
 
 
-def _gateway_command(arm: Ours, port: int, state: Path, replica_ports: Sequence[int]) -> list[str]:
-    command = [sys.executable, "-m", "gateway", "serve", "--open", "--port", str(port), "--admin-port", str(port + 1)]
+def _gateway_command(arm: Ours, port: int, state: Path, replica_ports: Sequence[int], holds: Path | None) -> list[str]:
+    program = ["gateway"] if holds is None else ["loadtest.holds", str(holds), "gateway"]
+    command = [sys.executable, "-m", *program, "serve", "--open", "--port", str(port), "--admin-port", str(port + 1)]
     command += ["--policy", arm.policy, "--state-dir", str(state), "--processes", str(arm.processes)]
     return command if arm.knowledge == "exact" else [*command, "--replicas", ",".join(_urls(replica_ports))]
 
@@ -149,7 +160,7 @@ def _gateway_command(arm: Ours, port: int, state: Path, replica_ports: Sequence[
 def _start_peer(stack: contextlib.ExitStack, folder: Path, arm: Peer, shape: FleetShape, port: int) -> System:
     """Peers look at their workers when they start, and some only every 30 s again: so the fleet comes first."""
     ports = _replica_ports(shape, port)
-    fleet = _start_fleet(stack, folder, shape, ports, [])
+    fleet = _start_fleet(stack, folder, shape, ports, [], {})
     with httpx.Client(timeout=2, trust_env=False) as http:
 
         def fleet_ready() -> bool:
@@ -167,7 +178,12 @@ def _start_peer(stack: contextlib.ExitStack, folder: Path, arm: Peer, shape: Fle
 
 
 def _start_fleet(
-    stack: contextlib.ExitStack, folder: Path, shape: FleetShape, ports: Sequence[int], joining: Sequence[str]
+    stack: contextlib.ExitStack,
+    folder: Path,
+    shape: FleetShape,
+    ports: Sequence[int],
+    joining: Sequence[str],
+    environment: Mapping[str, str],
 ) -> tuple[Process, ...]:
     processes = []
     for number in range(shape.processes):
@@ -180,7 +196,7 @@ def _start_fleet(
         ]
         if joining:
             command += ["--replica-id", f"r{number}"]
-        processes.append(stack.enter_context(running_process(command, folder / f"fleet-{number}.log")))
+        processes.append(stack.enter_context(running_process(command, folder / f"fleet-{number}.log", environment)))
     return tuple(processes)
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, Literal
 
-from loadtest.compare import Report, Setup
+from loadtest.compare import Report
 from loadtest.peers import PINNED
 from loadtest.summary import Figures, Run
 
-__all__ = ["CELLS", "TARGETS", "Check", "Target", "cell_name", "check_targets"]
+__all__ = ["CELLS", "OURS", "TARGETS", "Check", "Target", "cell_name", "check_targets"]
 
 Against = Literal["nobody", "best peer", "that peer", "pinning", "random"]
 """best peer: the other program that has the least of the metric. that peer: the one with the least TTFT p90. pinning: the
@@ -23,7 +23,7 @@ CELLS: Final = ("shared", "chats", "trace 1×", "trace 1.5×", "trace 2×")
 _STEP: Final = {"shared": "60/s"}
 """What counts of a load in steps."""
 
-_OURS: Final = {"exact": "cost", "plain": "cost (plain)"}
+OURS: Final = {"exact": "cost", "plain": "cost (plain)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +74,20 @@ class Check:
         return self.measured >= self.wanted if self.target.at_least else self.measured <= self.wanted
 
 
-def cell_name(setup: Setup) -> str:
-    return f"trace {setup.load:g}×" if setup.workload == "trace" else setup.workload
+def cell_name(workload: str, load: float) -> str:
+    return f"trace {load:g}×" if workload == "trace" else workload
 
 
 def check_targets(reports: Iterable[Report]) -> list[Check]:
     """In the order of `TARGETS`; only those that there are runs for."""
-    by_cell = {cell_name(report.setup): report for report in reports}
+    by_cell = {cell_name(report.setup.workload, report.setup.load): report for report in reports}
     found = []
     for target in TARGETS:
         report = by_cell.get(target.cell)
         if report is None:
             continue
         runs = {run.arm: run for run in report.median}
-        for mode, name in _OURS.items():
+        for mode, name in OURS.items():
             if name in runs and (check := _check(target, mode, runs[name], runs, report.setup.peers)) is not None:
                 found.append(check)
     return found

@@ -20,12 +20,14 @@ from typing import Final
 from loadtest.trace import TraceRow, TraceUnreadable, read_trace
 
 __all__ = [
+    "BLOCK_TOKENS",
     "SHARED_RATES",
     "WORKLOADS",
     "Request",
     "TraceUnreadable",
     "Workload",
     "ideal_cached_tokens",
+    "make_text",
     "make_workload",
     "shared_prompts",
 ]
@@ -125,7 +127,8 @@ def _block_names(prompt: str) -> Iterator[int]:
         yield name
 
 
-def _text(draw: random.Random, tokens: int) -> str:
+def make_text(draw: random.Random, tokens: int) -> str:
+    """So many tokens of a simulated replica, that nobody has seen before."""
     return draw.randbytes(tokens * TOKEN_BYTES // 2).hex()
 
 
@@ -138,10 +141,12 @@ def _arrivals(draw: random.Random, rate: float, start_s: float, length_s: float)
 
 def shared_prompts(draw: random.Random, scale: float = 1.0) -> list[tuple[str, str]]:
     """(group, prompt) in random order. `scale`: of their lengths."""
-    groups = [_text(draw, int(_GROUP_TOKENS * scale)) for _ in range(_GROUPS)]
+    groups = [make_text(draw, int(_GROUP_TOKENS * scale)) for _ in range(_GROUPS)]
     own_tokens = int(_OWN_TOKENS * scale)
     prompts = [
-        (str(number), group + _text(draw, own_tokens)) for number, group in enumerate(groups) for _ in range(_PROMPTS)
+        (str(number), group + make_text(draw, own_tokens))
+        for number, group in enumerate(groups)
+        for _ in range(_PROMPTS)
     ]
     draw.shuffle(prompts)
     return prompts
@@ -159,13 +164,13 @@ def _shared(draw: random.Random, rates: Sequence[float]) -> Iterator[Request]:
 
 
 def _chats(draw: random.Random, load: float) -> Iterator[Request]:
-    system = _text(draw, _SYSTEM_TOKENS)
+    system = make_text(draw, _SYSTEM_TOKENS)
     for number, begin_s in enumerate(_arrivals(draw, _CHAT_RATE * load, 0.0, _CHAT_S)):
         prompt, at_s = system, begin_s
         for _ in range(_CHAT_TURNS):
-            prompt += _text(draw, draw.randint(*_TURN_TOKENS))
+            prompt += make_text(draw, draw.randint(*_TURN_TOKENS))
             yield Request(at_s, prompt, _CHAT_OUTPUT, session=str(number))
-            prompt += _text(draw, _CHAT_OUTPUT)
+            prompt += make_text(draw, _CHAT_OUTPUT)
             at_s += _CHAT_GAP_S / 2 + draw.expovariate(2 / _CHAT_GAP_S)
 
 
@@ -174,7 +179,7 @@ def _trace(rows: Iterable[TraceRow], load: float, seed: int) -> Iterator[Request
     for row in rows:
         for number in row.hash_ids:
             if number not in texts:
-                texts[number] = _text(random.Random(f"{seed} {number}"), _TRACE_BLOCK_TOKENS)
+                texts[number] = make_text(random.Random(f"{seed} {number}"), _TRACE_BLOCK_TOKENS)
         prompt = "".join(texts[number] for number in row.hash_ids)[: row.input_length * TOKEN_BYTES]
         # All prompts share the first block, and those that share the second belong together.
         session = str(row.hash_ids[:2][-1])

@@ -76,7 +76,10 @@ class Holding:
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self._bit = 1 << slot
-        self._confirmed: set[int] = set()
+        self._confirmed: dict[int, None] = {}
+        """A set, as a dict: that has only numbers in it, so the garbage collector does not walk over it. The sets of 8 full
+        caches, just made, took its smallest collection 30 ms.
+        """
         self._expected: OrderedDict[int, float] = OrderedDict()  # name → stamp, oldest first
 
     @property
@@ -131,7 +134,7 @@ class Index:
         self.expire(holding, float("inf"))
 
     def clear_confirmed(self, holding: Holding) -> None:
-        gone, holding._confirmed = holding._confirmed, set()
+        gone, holding._confirmed = holding._confirmed, {}
         self._drop(holding, gone)
 
     def store(self, holding: Holding, names: Iterable[int]) -> None:
@@ -141,7 +144,7 @@ class Index:
         for name in names:
             if name in confirmed:
                 continue
-            confirmed.add(name)
+            confirmed[name] = None
             if expected.pop(name, None) is None:
                 # `bit` itself for a first holder: a new number would take 32 bytes more.
                 masks = shards[name & _SHARD_BITS]
@@ -151,9 +154,8 @@ class Index:
 
     def remove(self, holding: Holding, names: Iterable[int]) -> None:
         """Events say that it no longer holds these. Names that it does not hold are ignored."""
-        gone = holding._confirmed.intersection(names)
-        holding._confirmed -= gone
-        self._drop(holding, gone)
+        confirmed = holding._confirmed
+        self._drop(holding, [name for name in names if confirmed.pop(name, name) is None])
 
     def expect(self, holding: Holding, names: Sequence[int], stamp: float, cap: int) -> float | None:
         """A prompt with these blocks was sent there at `stamp`; keep at most `cap` of `Holding.expected`, dropping the oldest.

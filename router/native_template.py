@@ -92,9 +92,11 @@ class NativeTemplate:
         return text
 
 
-def compile_native(source: str) -> NativeTemplate | None:
-    """None where minijinja is not installed or would not mean the same. `source` is one that jinja2 compiles."""
-    if not _INSTALLED or not _means_the_same(parse_template(source)):
+def compile_native(source: str, functions: frozenset[str] = frozenset()) -> NativeTemplate | None:
+    """None where minijinja is not installed or would not mean the same. `source` is one that jinja2 compiles, and may call
+    `functions` beside those that every template may.
+    """
+    if not _INSTALLED or not _means_the_same(parse_template(source), functions):
         return None
     try:
         return NativeTemplate(source)
@@ -154,8 +156,8 @@ def _refuse(message: object = "") -> Never:
     raise _Doubt  # with jinja2's words
 
 
-def _means_the_same(tree: nodes.Template) -> bool:
-    callable_names = _FUNCTIONS | {macro.name for macro in tree.find_all(nodes.Macro)}
+def _means_the_same(tree: nodes.Template, functions: frozenset[str]) -> bool:
+    callable_names = _FUNCTIONS | functions | {macro.name for macro in tree.find_all(nodes.Macro)}
     assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx in ("store", "param")}
     if assigned & (callable_names | {"loop"}):
         return False

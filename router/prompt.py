@@ -4,6 +4,7 @@
     router.template         the model's chat template, in router.native_template or router.sandbox
     router.tokenizer        text ↔ ids of a Hugging Face tokenizer, by way of router.native_tokenizer or router.segments
     router.escape           special tokens in the texts of messages, when they shall be text
+    router.talks            what is remembered of talks that go on, as far as router.resumable finds that it stays the same
     router.token_bytes      tokens → the bytes they stand for
     router.trivial          the same without files, for simulated replicas and tests
     router.tokenizer_files  what all of it is made from
@@ -12,8 +13,8 @@
 What must hold: ids equal those of `apply_chat_template` in Hugging Face transformers. Two prompters with one digest give the
 same ids for the same request; gateway and worker rely on it when they compare block names.
 
-A `Prompter` may be shared by an event loop and its worker threads. All of it is fixed at load but the segment cache, where
-no thread waits for another. What an encoding costs, and so where it is best done, `Prompter.seconds` estimates.
+A `Prompter` may be shared by an event loop and its worker threads. All of it is fixed at load but its memories of texts and
+talks, where no thread waits for another. What an encoding costs, and so where it is best done, `Prompter.seconds` estimates.
 """
 
 from __future__ import annotations
@@ -25,18 +26,32 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Final, Protocol
 
+from msgspec import Raw
+
 from router.chat import Chat
 from router.escape import Escaper
 from router.prompt_errors import PromptError, TokenizerError
+from router.talks import Sighting, TalkCounts, Talks
 from router.template import ChatTemplate
 from router.tokenizer_files import TokenizerConfig, TokenizerFiles
 from router.trivial import CHAT_TEMPLATE, TrivialTokenizer
 from router.wire import unpack_ids
 
-__all__ = ["DEFAULT_CACHE_BYTES", "PromptError", "Prompter", "TokenizerError", "TokenizerFiles", "load_prompter"]
+__all__ = [
+    "DEFAULT_CACHE_BYTES",
+    "PromptError",
+    "Prompter",
+    "Sighting",
+    "TokenizerError",
+    "TokenizerFiles",
+    "load_prompter",
+]
 
 DEFAULT_CACHE_BYTES: Final = 64 << 20
 """About 7 million tokens of English: a thousand talks of 7,000 tokens."""
+
+_TALK_BYTES: Final = 64 << 20
+"""For talks that go on, of 12 bytes a token or more."""
 
 
 class Tokenizer(Protocol):
@@ -55,6 +70,10 @@ class Tokenizer(Protocol):
     @property
     def added_tokens(self) -> Mapping[str, bool]:
         """Texts that are tokens wherever they stand → whether they are special."""
+
+    @property
+    def cuts(self) -> Sequence[str]:
+        """Tokens before which a text may be cut in two, each encoded alone."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
         """Ids as u32 in the machine's byte order."""
@@ -77,6 +96,7 @@ class Prompter:
         """As the tokenizer's configuration says; a model's generation configuration may add to them."""
         self.special_ids = tokenizer.special_ids
         """What `decode` leaves out unless told otherwise."""
+        self._talks = Talks(template, self._encode_rendered, tokenizer.cuts, _TALK_BYTES)
         self._s_per_byte = 1.5e-8 if tokenizer.is_native else 3e-7
         self._s_per_message = 4e-6 if template.is_native else 2e-5
 
@@ -84,6 +104,10 @@ class Prompter:
     def is_native(self) -> bool:
         """Whether fastokens and minijinja do its work."""
         return self._template.is_native and self._tokenizer.is_native
+
+    @property
+    def talks(self) -> TalkCounts:
+        return self._talks.counts
 
     def seconds(self, num_bytes: int, num_messages: int) -> float:
         """What a never-seen request of this size costs, on the careful side (docs/tokens.md)."""
@@ -103,9 +127,26 @@ class Prompter:
         ids of text.
         """
         if not escape:
-            return _little_endian(self._tokenizer.encode(self.render_chat(body, now), add_special_tokens=False))
+            return _little_endian(self._encode_rendered(self.render_chat(body, now)))
         marked = self._escaper.mark(self._chat(body))
         return _little_endian(self._tokenizer.encode_escaped(self._template.render(marked, now), self._escaper))
+
+    def sight_talk(self, messages: bytes | Raw) -> Sighting:
+        """Look at the messages of a request, valid JSON of a list: are they a known talk that goes on?"""
+        return self._talks.sight(messages)
+
+    def begin_talk(self, sighting: Sighting, body: Mapping[str, Any], now: datetime) -> bytes:
+        """`pack_chat` of the body whose messages were sighted. They will be known, if they had been seen before."""
+        packed = self._talks.begin(sighting, Chat.from_body(body), now) if sighting.is_again else None
+        return self.pack_chat(body, now) if packed is None else _little_endian(packed)
+
+    def continue_talk(self, sighting: Sighting, body: Mapping[str, Any], now: datetime) -> bytes | None:
+        """`pack_chat` of the body whose messages were sighted; `body` has only those of them that come behind the known talk.
+
+        None if that cannot be told, or if they might be too many. Raises PromptError.
+        """
+        packed = self._talks.go_on(sighting, Chat.from_body(body), now)
+        return None if packed is None else _little_endian(packed)
 
     def pack_text(self, text: str, add_special_tokens: bool = True) -> bytes:
         """The ids of a plain prompt as u32le bytes, with what the model wants around one unless told otherwise.
@@ -132,6 +173,9 @@ class Prompter:
     def token_bytes(self, id_: int) -> bytes:
         """The UTF-8 of one token, special ones included; perhaps not of whole characters. b'' for a u32 without a meaning."""
         return self._tokenizer.token_bytes(id_)
+
+    def _encode_rendered(self, text: str) -> bytes:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _chat(self, body: Mapping[str, Any]) -> Chat:
         return Chat.from_body(body).in_servers_form(join_parts=not self._template.reads_parts)

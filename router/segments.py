@@ -36,6 +36,9 @@ class Segments:
         self._split = longest_match(special_tokens).split
         self._encode_batch = encode_batch
         self._cache = SegmentCache(max_bytes)
+        inner = {character for token in special_tokens for character in token[1:]}
+        self.cuts = tuple(token for token in special_tokens if token[0] not in inner)
+        """Special tokens before which a text may be cut in two: no other one can begin before such a cut and end behind it."""
 
     def encode(self, text: str) -> bytes:
         pieces = self._split(text)  # text, token, text, ..., token, text; a text may be empty

@@ -9,7 +9,8 @@ Every template is compiled for jinja2, which defines what it means, and for mini
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
@@ -19,9 +20,10 @@ from router.chat import Chat
 from router.native_template import NativeTemplate, compile_native
 from router.prompt_errors import PromptError, TokenizerError
 from router.rehearsal import rehearsal_chats
+from router.resumable import MARK, NOTE, Resumable, make_resumable
 from router.sandbox import compile_template, template_literals
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "LoopRendering", "are_texts"]
 
 _MARK: Final = "WARMPATH_CONTINUES_HERE "
 """Put behind a final message that shall stay open, to find where it ends in the rendered text. Its space tells whether the
@@ -33,6 +35,32 @@ _PROBE: Final = "WARMPATH_PROBE"
 
 _MAX_REASON_CHARS: Final = 300
 """A template may quote a whole message in its exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopRendering:
+    """A chat's text in its parts, of which the first iterations of the loop over the messages may have been left out."""
+
+    before: str
+    """What comes before the loop."""
+    texts: Sequence[str]
+    """What each iteration wrote; the last one's has behind it what follows the loop."""
+    states: Sequence[Sequence[Any]]
+    """What the template had noted when each iteration began (`router.resumable`); empty if that is nothing."""
+    _resumable: Resumable
+    _name: str
+    _noted: Sequence[Any]
+    _variables: Mapping[str, Any]
+
+    @property
+    def reach(self) -> int:
+        """How many messages after its own may change the text of an iteration."""
+        return self._resumable.reach
+
+    def key(self, iterations: int) -> bytes | None:
+        """Where it is the same and the messages are, the first texts are, this many. None: they must not be taken for known."""
+        key = self._resumable.key(self._noted, self._variables, iterations)
+        return None if key is None else self._name.encode() + b"\0" + key
 
 
 class ChatTemplate:
@@ -52,6 +80,14 @@ class ChatTemplate:
             self._native = {name: template for name, template in compiled.items() if template is not None}
             if self._native and not all(map(self._sounds_the_same, rehearsal_chats())):
                 self._native = {}
+        self._resumable: dict[str, tuple[Resumable, NativeTemplate]] = {}
+        for name in self._native:
+            if (resumable := make_resumable(sources[name])) and (
+                loop := compile_native(resumable.source, frozenset({NOTE}))
+            ):
+                self._resumable[name] = (resumable, loop)
+        if self._resumable and not all(map(self._sounds_the_same_in_parts, rehearsal_chats())):
+            self._resumable = {}
         self.reads_parts = self._finds_text_in_parts()
         """Whether it knows a content given as parts; others print the list, or refuse it."""
 
@@ -71,6 +107,47 @@ class ChatTemplate:
         """Whether minijinja renders it."""
         return bool(self._native)
 
+    @property
+    def is_resumable(self) -> bool:
+        """Whether there are chats that `render_loop` renders."""
+        return bool(self._resumable)
+
+    def render_loop(
+        self,
+        chat: Chat,
+        messages: Sequence[Mapping[str, Any]],
+        now: datetime,
+        *,
+        only_text: bool,
+        skip: int = 0,
+        state: Sequence[Any] = (),
+    ) -> LoopRendering | None:
+        """The same text in parts, without what the first `skip` iterations of the loop over the messages write. None where
+        `render` must say.
+
+        `chat`: of which the messages are not looked at. `messages`: all of them, as templates expect them; `only_text`:
+        they hold nothing but texts. `state`: what was noted when the first iteration began that is not left out.
+        """
+        name = self._choose(chat)
+        if name not in self._resumable or chat.continue_final_message:
+            return None
+        resumable, loop = self._resumable[name]
+        notes: list[Sequence[Any]] = []
+        variables = self._variables(chat, messages, now)
+        ours = {"warmpath_skip": skip, "warmpath_state": state, "warmpath_note": lambda *noted: notes.append(noted)}
+        only_text = only_text and not (chat.tools or chat.documents or chat.variables)
+        try:
+            text = loop.render({**variables, **ours}, only_text=only_text)
+        except Exception:  # out of fuel, as `render` will say
+            return None
+        if text is None:
+            return None
+        before, *texts = text.split(MARK)
+        (_, num_iterations), noted, *states = notes
+        if not texts or len(texts) != num_iterations - skip:  # or somebody wrote our mark
+            return None
+        return LoopRendering(before, texts, states, resumable, name, noted, variables)
+
     def _render(self, chat: Chat, messages: list[Mapping[str, Any]], now: datetime) -> str:
         name = self._choose(chat)
         variables = self._variables(chat, messages, now)
@@ -79,7 +156,7 @@ class ChatTemplate:
         return self._render_jinja(name, variables)
 
     def _render_native(self, name: str, chat: Chat, variables: dict[str, Any]) -> str | None:
-        only_text = not (chat.tools or chat.documents or chat.variables) and _are_texts(variables["messages"])
+        only_text = not (chat.tools or chat.documents or chat.variables) and are_texts(variables["messages"])
         try:
             return self._native[name].render(variables, only_text=only_text)
         except Exception as error:
@@ -91,7 +168,7 @@ class ChatTemplate:
         except Exception as error:  # foreign code over a client's values: anything can come out
             raise PromptError(f"the chat template refuses this request: {str(error)[:_MAX_REASON_CHARS]}") from error
 
-    def _variables(self, chat: Chat, messages: list[Mapping[str, Any]], now: datetime) -> dict[str, Any]:
+    def _variables(self, chat: Chat, messages: Sequence[Mapping[str, Any]], now: datetime) -> dict[str, Any]:
         # Later entries win: a client's variables over the model's, ours over both.
         return {
             **self._special_tokens,
@@ -115,6 +192,30 @@ class ChatTemplate:
         except PromptError:
             return False
 
+    def _sounds_the_same_in_parts(self, chat: Chat) -> bool:
+        """Whether its parts are those of the whole, wherever the loop begins."""
+        name = self._choose(chat)
+        if name not in self._resumable:
+            return True
+        messages = chat.template_messages()
+        variables = self._variables(chat, messages, _SOME_DATE)
+        try:
+            whole = self._render_native(name, chat, variables)
+        except PromptError:
+            return False
+        only_text = are_texts(messages)
+        all_parts = self.render_loop(chat, messages, _SOME_DATE, only_text=only_text)
+        if all_parts is None:
+            return True  # then `render` says it all
+        if whole is None or "".join((all_parts.before, *all_parts.texts)) != whole:
+            return False
+        for skip in range(1, len(all_parts.texts)):
+            state = all_parts.states[skip][1::2] if all_parts.states else ()
+            parts = self.render_loop(chat, messages, _SOME_DATE, only_text=only_text, skip=skip, state=state)
+            if parts is None or (parts.before, *parts.texts) != (all_parts.before, *all_parts.texts[skip:]):
+                return False
+        return True
+
     def _finds_text_in_parts(self) -> bool:
         probe = Chat([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
         try:
@@ -137,7 +238,7 @@ def _compiled(name: str, source: str) -> jinja2.Template:
         raise TokenizerError(f"the chat template {name!r} does not compile: {error}") from error
 
 
-def _are_texts(messages: Iterable[Mapping[str, Any]]) -> bool:
+def are_texts(messages: Iterable[Mapping[str, Any]]) -> bool:
     for message in messages:
         for value in message.values():
             if type(value) is not str:

@@ -66,6 +66,8 @@ class HFTokenizer:
 
         self._frame = self._find_frame()
         self._segments = self._cut_by(added, cache_bytes)
+        self.cuts = self._segments.cuts if self._segments is not None else ()
+        """Tokens before which a text may be cut in two, each encoded alone."""
         self._as_text: dict[str, bytes] = {}
         self._native = None
         if native:

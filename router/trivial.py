@@ -46,6 +46,7 @@ class TrivialTokenizer:
     eos_ids: frozenset[int] = frozenset({EOS_ID})
     special_ids: frozenset[int] = frozenset({EOS_ID})
     added_tokens: Mapping[str, bool] = MappingProxyType({})
+    cuts: tuple[str, ...] = ()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
         try:

@@ -38,8 +38,8 @@ class Pace:
 
     beat_s: float = 5.0
     """At most; a short lease asks for more."""
-    retry_min_s: float = 0.5
-    retry_max_s: float = 1.0
+    retry_min_s: float = 0.25
+    retry_max_s: float = 0.5
     """A gateway that restarts serves nobody until its replicas are back, and a call in vain costs nothing."""
 
 

@@ -174,7 +174,7 @@ def _param_of(message: str) -> str | None:
     return (found[1] or found[2]) if found else None
 
 
-# --- answers
+# --- answers; those of errors are coroutines, as the framework would call a plain function in another thread
 
 
 def _json(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:
@@ -182,13 +182,13 @@ def _json(status: int, body: bytes, headers: Mapping[str, str] | None = None) ->
     return Response(body, status, {"cache-control": "no-store", **(headers or {})}, media_type="application/json")
 
 
-def answer_error(request: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
     return _json(error.status, error.body(), headers)
 
 
-def answer_framework_error(request: Request, error: Exception) -> Response:
+async def answer_framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         refusal = ApiError(405, "method_not_allowed", "This path does not take this method.")
@@ -197,11 +197,11 @@ def answer_framework_error(request: Request, error: Exception) -> Response:
     return _json(refusal.status, refusal.body(), error.headers)
 
 
-def _answer_nobody(request: Request, error: Exception) -> Response:
+async def _answer_nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
-def _answer_bug(request: Request, error: Exception) -> Response:
+async def _answer_bug(request: Request, error: Exception) -> Response:
     return _json(500, ApiError(500, "internal_error", "The gateway failed to handle this request.").body())
 
 

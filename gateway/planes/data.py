@@ -127,6 +127,13 @@ def build_data_plane(
         ["state"],
         lambda: {("in_use",): upstream.in_use, ("idle",): upstream.idle},
     )
+    telemetry.register(
+        "counter",
+        "warmpath_talks",
+        "Prompts by what was known of them: begun, continued, or mistaken, after which that model's are not remembered.",
+        ["result"],
+        knowledge.prompters.talks,
+    )
     counts = settings.telemetry.metrics
     admission = Admission(
         knowledge.router,

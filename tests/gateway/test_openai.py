@@ -82,6 +82,48 @@ def test_what_the_first_scan_skips_is_found_when_the_prompt_is_read(inside: byte
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
+MESSAGES = b'[{"role":"user","content":"a"}, {"role":"user","content":"b"} , {"role":"user","content":"c"}]'
+KNOWN = len(b'[{"role":"user","content":"a"}')
+BEHIND = [{"role": "user", "content": "b"}, {"role": "user", "content": "c"}]
+
+
+def fields_behind(body: bytes) -> dict[str, object] | None:
+    return parse_request(CHAT, body, open_access=False).fields_behind(MESSAGES, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        (b"", b""),
+        (b'"x":{"y":[{"role":"user","content":"a"}]},', b""),
+        (b"", b',"tools":[{"type":"function"}] '),
+        (b'"x":"messages",', b', "y":1'),
+    ],
+)
+def test_messages_known_from_another_request_are_not_decoded_again(before: bytes, behind: bytes) -> None:
+    body = b'{"model":"m",' + before + b'"messages":' + MESSAGES + behind + b"}"
+
+    fields = fields_behind(body)
+
+    assert fields == msgspec.json.decode(body) | {"messages": BEHIND}
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        b'"x":' + MESSAGES + b',"messages":' + MESSAGES,  # which of the two was cut?
+        b'"messages":' + MESSAGES + b',"messages":' + MESSAGES,
+        b'"messages":[],"messages":' + MESSAGES,
+        b'"messages":' + MESSAGES + b',"x":{"y":1,"y":2}',
+        b'"messages":' + MESSAGES + b',"x":"\xff"',
+        b'"messages":' + MESSAGES + b',"x":"' + b"x" * 100_000 + b'"',
+        b'"messages":[{"role":"user","content":"another"}]',
+    ],
+)
+def test_in_doubt_all_messages_are_decoded(members: bytes) -> None:
+    assert fields_behind(b'{"model":"m",' + members + b"}") is None
+
+
 def test_an_open_gateway_passes_engine_fields_on_but_not_our_own() -> None:
     body = b'{"model":"m","messages":[],"cache_salt":"mine"}'
 

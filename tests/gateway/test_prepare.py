@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +108,74 @@ async def test_special_tokens_in_messages_are_text_where_the_model_wants_it(
     assert ids_of(plain) == end  # who writes a plain prompt means its tokens
 
 
+LONG = "the quick brown fox " * 60
+
+
+def talk(turns: int, *more: object) -> dict[str, Any]:
+    said = [{"role": ("user", "assistant")[turn % 2], "content": f"{turn} {LONG}"} for turn in range(turns)]
+    return {"messages": [*said, *more]}
+
+
+@pytest.fixture
+async def warm(executor: ThreadPoolExecutor) -> tuple[Preparer, Preparer, Pool]:
+    """Two that know nothing; the second will never know anything."""
+    files = TokenizerFiles.from_hf(tokenizer_json=tiny.byte_level(), config_json=tiny.CONFIG)
+    prompters, forgetful = Prompters(), Prompters()
+    pool = dataclasses.replace(TOKENS, tokenizer_digest=await prompters.load(files))
+    await forgetful.load(files)
+    prompter = forgetful.get(files.digest)
+    assert prompter is not None
+    prompter._talks.trusted = False
+    return Preparer(prompters, executor), Preparer(forgetful, executor), pool
+
+
+def test_a_talk_that_goes_on_is_prepared_as_if_it_were_new(
+    warm: tuple[Preparer, Preparer, Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remembering, forgetful, pool = warm
+    for turns in range(1, 12, 2):
+        wanted = request(**talk(turns))
+        if turns > 5:
+            monkeypatch.setattr(GenerationRequest, "fields", pytest.fail)
+
+        prompt = remembering.prepare_now(wanted, pool, "s")
+
+        monkeypatch.undo()
+        assert prompt == forgetful.prepare_now(wanted, pool, "s")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        talk(8, {"role": "robot", "content": "x"}),
+        talk(8, {"role": "user", "content": 5}),
+        talk(8, {"role": "user"}),
+        talk(8, {"role": "user", "content": [{"type": "image_url"}]}),
+        talk(8, *({"role": "user", "content": "x"},) * 2048),
+        talk(8, {"role": "user", "content": [{"type": "text", "text": "x"}] * 2048}),
+        {**talk(8), "tools": 5},
+        {**talk(8), "add_generation_prompt": 5},
+        {**talk(8), "chat_template_kwargs": {"tokenize": False}},
+        {**talk(8), "continue_final_message": True, "add_generation_prompt": True},
+        {**talk(8), "x": 1 << 70},
+    ],
+)
+def test_what_is_wrong_behind_what_is_known_is_refused_in_the_same_words(
+    warm: tuple[Preparer, Preparer, Pool], body: dict[str, Any]
+) -> None:
+    remembering, forgetful, pool = warm
+    for turns in (3, 5, 7):
+        remembering.prepare_now(request(**talk(turns)), pool, "s")
+    wanted = parse_request("/v1/chat/completions", json.dumps({"model": "m", **body}).encode(), open_access=False)
+
+    with pytest.raises(ApiError) as expected:
+        forgetful.prepare_now(wanted, pool, "s")
+    with pytest.raises(ApiError) as caught:
+        remembering.prepare_now(wanted, pool, "s")
+
+    assert vars(caught.value) == vars(expected.value)
+
+
 async def test_a_replica_that_renders_itself_is_told_to_escape(executor: ThreadPoolExecutor) -> None:
     """Before its tokenizer is loaded here, say."""
     preparer = Preparer(Prompters(), executor, lambda model: True)
@@ -152,6 +221,17 @@ async def test_what_would_hold_the_loop_for_long_is_done_in_a_thread(
     await preparer.prepare(request(messages=[{"role": "user", "content": "x"}] * messages), TOKENS, "s")
 
     assert (threads == {threading.current_thread().name}) == (messages == 1)
+
+
+@pytest.mark.parametrize("pool", [TEXT, TOKENS], ids=["text", "tokens"])
+async def test_what_takes_little_time_is_prepared_without_waiting(executor: ThreadPoolExecutor, pool: Pool) -> None:
+    prompters = Prompters()
+    await prompters.load(FILES)
+    preparer = Preparer(prompters, executor)
+    short, long = (request(messages=[{"role": "user", "content": "x"}] * number) for number in (1, 2_000))
+
+    assert preparer.try_prepare(short, pool, "s") == await preparer.prepare(short, pool, "s")
+    assert preparer.try_prepare(long, pool, "s") is None
 
 
 async def test_several_prompts_are_routed_by_the_first_and_tokenized_by_the_replica(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.turns import TURN_S, Turns
+from gateway.turns import BURST_S, TURN_S, Turns
 
 
 class Clock:
@@ -17,6 +17,11 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+async def spend_burst(turns: Turns, clock: Clock) -> None:
+    async with turns.take():
+        clock.now += BURST_S
 
 
 @pytest.fixture
@@ -55,7 +60,8 @@ async def test_little_work_waits_for_nothing(pauses: list[float]) -> None:
 async def test_work_without_end_gets_a_third_of_the_time(pauses: list[float]) -> None:
     clock = Clock()
     turns = Turns(clock)
-    worked_s = 0.0
+    await spend_burst(turns, clock)
+    began, worked_s = clock.now, 0.0
     for _ in range(1000):
         async with turns.take():
             clock.now += 0.0007
@@ -63,7 +69,34 @@ async def test_work_without_end_gets_a_third_of_the_time(pauses: list[float]) ->
         clock.now += sum(pauses)
         pauses.clear()
 
-    assert worked_s / (clock.now - 100.0) == pytest.approx(1 / 3, rel=0.02)
+    assert worked_s / (clock.now - began) == pytest.approx(1 / 3, rel=0.02)
+
+
+async def test_what_a_fleet_says_at_once_is_taken_in_whole_turns_without_pauses(pauses: list[float]) -> None:
+    """As after a start. Others come after each whole turn: a sleep of no time is their turn."""
+    clock = Clock()
+    turns = Turns(clock)
+    for _ in range(int(BURST_S / TURN_S)):
+        async with turns.take():
+            clock.now += TURN_S + 1e-9
+
+    assert pauses == [0.0] * int(BURST_S / TURN_S)
+
+
+async def test_after_a_rest_there_is_a_burst_again_and_not_more(pauses: list[float]) -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    await spend_burst(turns, clock)
+    clock.now += 100 * BURST_S
+    pauses.clear()
+    worked_s = 0.0
+    while not any(pauses):
+        async with turns.take():
+            clock.now += 0.0007
+            worked_s += 0.0007
+
+    # While it works a third of that time is earned anew.
+    assert worked_s == pytest.approx(BURST_S * 3 / 2, rel=0.02)
 
 
 async def test_a_turn_that_failed_is_given_back(pauses: list[float]) -> None:

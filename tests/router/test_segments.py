@@ -51,6 +51,12 @@ def test_the_leftmost_and_longest_words_are_found(words: list[str], text: str) -
     assert longest_match(words).split(text) == leftmost_longest(words, text)
 
 
+def test_no_cut_is_where_a_longer_token_may_have_begun() -> None:
+    segments = Segments({"ab": b"1", "b": b"2", "cd": b"3"}, lambda texts: [b"" for _ in texts], 0)
+
+    assert segments.cuts == ("ab", "cd")
+
+
 def test_characters_with_a_meaning_in_patterns_are_plain_characters() -> None:
     assert longest_match([".*", "[a]", "\\"]).split("a.*b[a]\\") == ["a", ".*", "b", "[a]", "", "\\", ""]
 

@@ -46,6 +46,28 @@ def encode(tokenizer: HFTokenizer, text: str, *, add_special_tokens: bool) -> li
     return unpack_ids(tokenizer.encode(text, add_special_tokens=add_special_tokens)).tolist()
 
 
+@pytest.mark.parametrize("build", CUTTABLE)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
+@settings(max_examples=60)
+@given(data=st.data(), before=TEXTS, after=TEXTS)
+def test_a_text_may_be_cut_before_some_tokens(
+    build: Callable[[], str], native: bool, data: st.DataObject, before: str, after: str
+) -> None:
+    tokenizer, whole = loaded(build, 1 << 20, native)
+    after = data.draw(st.sampled_from(tokenizer.cuts)) + after
+
+    ids = [id_ for part in (before, after) for id_ in encode(tokenizer, part, add_special_tokens=False)]
+
+    assert ids == whole.encode(before + after, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("build", WHOLE_ONLY)
+def test_where_a_cut_would_change_an_id_there_is_none(build: Callable[[], str]) -> None:
+    tokenizer, _ = loaded(build, 1 << 20)
+
+    assert not tokenizer.cuts
+
+
 @pytest.mark.parametrize("build", CUTTABLE + WHOLE_ONLY)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
 @pytest.mark.parametrize("cache_bytes", [0, 2000, 1 << 20])
