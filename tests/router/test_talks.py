@@ -352,6 +352,8 @@ def test_a_talk_that_proves_other_than_its_proof_ends_all_trust() -> None:
         found.add(talks.go_on(sighting, new, NOW))
 
     assert not talks.trusted
+    assert talks.counts.mistaken == 1
+    assert len(found) == 2  # the wrong ids until then, and the right ones
     assert talks.sight(written(talk(9)["messages"])).known is None
 
 
