@@ -52,8 +52,8 @@ _MAX_TOKENIZER_BYTES: Final = 64 << 20
 _MAX_MODELS_BYTES: Final = 1 << 20
 _MAX_TRANSITIONS: Final = 512
 """Counts that are kept apart: what models are called is the replicas' word."""
-_MAX_SNAPSHOT_FRAMES: Final = 1024
-"""Of 7,000 names each: far more than a replica that is followed can hold."""
+_MAX_SNAPSHOT_FRAMES: Final = 4096
+"""Of 1,800 names each: far more than a replica that is followed can hold."""
 
 
 class _Lost(Exception):

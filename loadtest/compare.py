@@ -59,6 +59,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     runs: int
     limits: Limits
+    to_the_end: bool = True
+    """Whether every answer was waited for, also where none could change a percentile any more."""
     peers: dict[str, str] = {}
     """Command lines of other routers."""
 
@@ -101,7 +103,7 @@ def compare(arms: Sequence[Arm], workload: Workload, setup: Setup, port: int, te
         for arm in arms:
             tell(f"run {number + 1} of {setup.runs}: {arm.name}")
             with running_system(arm, shape, port) as system:
-                measured = _measure(system, workload, setup.speedup)
+                measured = _measure(system, workload, setup)
             done.append(
                 summarize(arm.name, workload.requests, ideal, measured, speedup=setup.speedup, limits=setup.limits)
             )
@@ -114,10 +116,10 @@ def compare(arms: Sequence[Arm], workload: Workload, setup: Setup, port: int, te
     )
 
 
-def _measure(system: System, workload: Workload, speedup: float) -> Measured:
+def _measure(system: System, workload: Workload, setup: Setup) -> Measured:
     before, began = system.usage(), time.monotonic()
     try:
-        answers, samples = uvloop.run(_drive(system, workload, speedup))
+        answers, samples = uvloop.run(_drive(system, workload, setup))
     except OSError as error:
         system.check()
         raise SystemFailure(f"the fleet cannot be watched: {str(error) or type(error).__name__}") from error
@@ -126,12 +128,14 @@ def _measure(system: System, workload: Workload, speedup: float) -> Measured:
     return Measured(answers=answers, samples=samples, router=router, fleet=fleet, elapsed_s=elapsed_s)
 
 
-async def _drive(system: System, workload: Workload, speedup: float) -> tuple[list[Answer], list[Sample]]:
+async def _drive(system: System, workload: Workload, setup: Setup) -> tuple[list[Answer], list[Sample]]:
     samples: list[Sample] = []
     start = time.monotonic() + _LEAD_S
     watching = asyncio.create_task(watch(system.replica_ports, start, samples))
     try:
-        answers = await send_all(system.ports, MODEL, workload.requests, speedup, _TIMEOUT_S, start)
+        answers = await send_all(
+            system.ports, MODEL, workload.requests, setup.speedup, _TIMEOUT_S, start, to_the_end=setup.to_the_end
+        )
     finally:
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -117,10 +117,10 @@ class Connections:
         self._port = port
         self._idle: list[_Connection] = []
 
-    async def ask(self, payload: bytes) -> Exchange:
-        """Raises OSError, Lost. The last connection used is used next."""
+    async def ask(self, payload: bytes, exchange: Exchange | None = None) -> Exchange:
+        """Raises OSError, Lost. The last connection used is used next. `exchange`: a new one, for who looks at it meanwhile."""
         connection = self._take() or await self._open()
-        exchange = Exchange()
+        exchange = exchange or Exchange()
         try:
             connection.send(payload, exchange)
             await exchange.done

@@ -24,7 +24,7 @@ from loadtest.plots import draw_plots, require_matplotlib
 from loadtest.processes import SystemFailure
 from loadtest.report import markdown
 from loadtest.summary import Limits
-from loadtest.targets import OURS, TARGETS
+from loadtest.targets import OURS, TARGETS, cell_name
 from loadtest.workloads import SHARED_RATES, Workload, make_workload
 
 __all__ = ["Cell", "Plan", "compared_arms", "make_plan", "matrix"]
@@ -32,6 +32,8 @@ __all__ = ["Cell", "Plan", "compared_arms", "make_plan", "matrix"]
 _START_S: Final = 6.0
 """Of a router and its fleet, and their end."""
 _MOST_RUNS: Final = 3
+_SETTLED: Final = 0.995
+"""Part of the answers, at least, when none of the others can change a percentile (`loadtest.openloop.is_settled`)."""
 _TOKEN_S: Final = 0.06
 """How long a token of the last answers takes, simulated."""
 
@@ -52,9 +54,14 @@ class Cell:
         return f"{self.workload}-{self.load:g}x" if self.workload == "trace" else self.workload
 
     @property
+    def to_the_end(self) -> bool:
+        """Half of a run of the trace is to wait for the last hundredth of its answers, eight times as long as the usual one."""
+        return self.workload != "trace"
+
+    @property
     def target_name(self) -> str:
         """Of `loadtest.targets`."""
-        return f"trace {self.load:g}×" if self.workload == "trace" else self.workload
+        return cell_name(self.workload, self.load)
 
     def make(self, seed: int) -> Workload:
         return make_workload(self.workload, load=self.load, seed=seed, rates=SHARED_RATES)
@@ -112,10 +119,10 @@ def _plan(arms: Sequence[Sequence[Arm]], lengths_s: Sequence[float], runs: int) 
     return Plan(tuple(map(tuple, arms)), runs, seconds)
 
 
-def run_length_s(workload: Workload, speedup: float) -> float:
-    """Real seconds: until the last one is due and answered."""
-    ends_s = [request.at_s + request.max_tokens * _TOKEN_S for request in workload.requests]
-    return _START_S + max(ends_s) / speedup
+def run_length_s(workload: Workload, cell: Cell) -> float:
+    """Real seconds: until the last one is due and answered; else until all are that have to be."""
+    ends_s = sorted(request.at_s + request.max_tokens * _TOKEN_S for request in workload.requests)
+    return _START_S + ends_s[-1 if cell.to_the_end else int(len(ends_s) * _SETTLED)] / cell.speedup
 
 
 def _named(text: str, arms: Sequence[Arm]) -> list[Arm]:
@@ -192,7 +199,7 @@ def matrix(
     if speedup is not None:
         cells = [replace(cell, speedup=speedup) for cell in cells]
     workloads = [cell.make(seed) for cell in cells]
-    lengths_s = [run_length_s(workload, cell.speedup) for cell, workload in zip(cells, workloads, strict=True)]
+    lengths_s = [run_length_s(workload, cell) for cell, workload in zip(cells, workloads, strict=True)]
     if routers and only_targets:
         raise click.UsageError("--routers and --only-targets are two answers to one question")
     if only_targets:
@@ -246,6 +253,7 @@ def _measure(
         seed=seed,
         runs=runs,
         limits=Limits(),
+        to_the_end=cell.to_the_end,
         peers={arm.name: " ".join(arm.words) for arm in arms if isinstance(arm, Peer)},
     )
     try:

@@ -64,9 +64,11 @@ def _targets(checks: Iterable[Check]) -> list[str]:
 def _runs(each: Report) -> list[str]:
     setup, machine = each.setup, each.machine
     shape = f"{setup.requests} requests, {setup.replicas} replicas, speedup {setup.speedup:g}, median of {setup.runs}"
+    if not setup.to_the_end:
+        shape += ", the last answers not waited for"
     where = f"seed {setup.seed}, commit {each.commit}, {machine.cpus} × {machine.cpu}"
     lines = [
-        f"**{cell_name(setup)}**: {shape}, {where}",
+        f"**{cell_name(setup.workload, setup.load)}**: {shape}, {where}",
         "",
         f"| {' | '.join(_COLUMNS)} |",
         "|---" * len(_COLUMNS) + "|",

@@ -50,6 +50,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """'' for all."""
     requests: int
     errors: int
+    unfinished: int = 0
+    """That were not waited for: they count as long as they had lasted, and nothing is known of their tokens."""
     hit_rate: float
     """Cached prompt tokens over all of them."""
     hit_of_ideal: float
@@ -155,16 +157,19 @@ def median_run(runs: Sequence[Run]) -> Run:
 
 def _figures(step: str, rows: Sequence[_Row], scale: float, limits: Limits) -> Figures:
     good = [row for row in rows if not row[1].error]
-    cached = sum(answer.cached_tokens for _, answer, _ in good)
-    ideal = sum(ideal for _, _, ideal in good)
+    ended = [row for row in good if not row[1].unfinished]
+    cached = sum(answer.cached_tokens for _, answer, _ in ended)
+    ideal = sum(ideal for _, _, ideal in ended)
     within = [
-        answer.first_s * scale <= limits.ttft_ms and _tpot_s(answer) * scale <= limits.tpot_ms for _, answer, _ in good
+        answer.first_s * scale <= limits.ttft_ms and (answer.unfinished or _tpot_s(answer) * scale <= limits.tpot_ms)
+        for _, answer, _ in good
     ]
     return Figures(
         step=step,
         requests=len(rows),
         errors=len(rows) - len(good),
-        hit_rate=round(cached / max(sum(request.prompt_tokens for request, _, _ in good), 1), 4),
+        unfinished=len(good) - len(ended),
+        hit_rate=round(cached / max(sum(request.prompt_tokens for request, _, _ in ended), 1), 4),
         hit_of_ideal=round(cached / ideal, 4) if ideal else 1.0,
         ttft_ms=_percentiles([answer.first_s * scale for _, answer, _ in good]),
         tpot_ms=_percentiles([_tpot_s(answer) * scale for _, answer, _ in good if answer.completion_tokens > 1]),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, Literal
 
-from loadtest.compare import Report, Setup
+from loadtest.compare import Report
 from loadtest.peers import PINNED
 from loadtest.summary import Figures, Run
 
@@ -74,13 +74,13 @@ class Check:
         return self.measured >= self.wanted if self.target.at_least else self.measured <= self.wanted
 
 
-def cell_name(setup: Setup) -> str:
-    return f"trace {setup.load:g}×" if setup.workload == "trace" else setup.workload
+def cell_name(workload: str, load: float) -> str:
+    return f"trace {load:g}×" if workload == "trace" else workload
 
 
 def check_targets(reports: Iterable[Report]) -> list[Check]:
     """In the order of `TARGETS`; only those that there are runs for."""
-    by_cell = {cell_name(report.setup): report for report in reports}
+    by_cell = {cell_name(report.setup.workload, report.setup.load): report for report in reports}
     found = []
     for target in TARGETS:
         report = by_cell.get(target.cell)

@@ -338,15 +338,15 @@ class Router:
         """The least time that other prompts take before this one on any replica that could take it and has room; infinity
         when none has. 0 as long as nothing was measured of any of them: a guess of their pace holds nobody up. O(replicas).
         """
-        soonest, is_measured = math.inf, False
-        for each in decision.candidates:
-            if not each.eligible:
-                continue
-            replica = self._known(each.replica)
-            is_measured |= replica.rate is not None
-            if replica.has_room(each.uncached_tokens, now, yields=yields):
-                soonest = min(soonest, each.wait_s - replica.decoding_s(now))
-        return soonest if is_measured or soonest == math.inf else 0.0
+        open_to_it = [(self._known(each.replica), each) for each in decision.candidates if each.eligible]
+        waits = (
+            each.wait_s - replica.decoding_s(now)
+            for replica, each in open_to_it
+            if replica.has_room(each.uncached_tokens, now, yields=yields)
+        )
+        if all(replica.rate is None for replica, _ in open_to_it):
+            return math.inf if next(waits, None) is None else 0.0
+        return min(waits, default=math.inf)
 
     def full(self, decision: Decision, now: float, *, yields: bool = False) -> frozenset[str]:
         """Replicas that have no room for the prompt."""
@@ -524,8 +524,7 @@ class Router:
         num_tokens, exclude = query.num_tokens, query.exclude
         most_matched = max(num_tokens - 1, 0)  # where tokens are unknown, both are estimates
         depths = members.index.match(query.names, members.matchable(num_tokens, query.num_bytes))
-        usual_rate = members.usual_rate(settings.prefill_tok_s)
-        fixed_s = members.usual_fixed_s(settings.fixed_s)
+        usual_rate, fixed_s = members.usual_pace()
         least_wait = math.inf
         # Equal replicas measure apart, by what else their machines do and by the prompts that they got. A rate near that of
         # its peers is therefore taken for theirs: at face value it would move talks from one to the other for nothing, and a
@@ -541,8 +540,10 @@ class Router:
                 matched = min(members.tokens_of(depth), most_matched)
             wait = replica.wait_s(now, rate)
             delayed = 0
-            behind = replica.behind(num_tokens - matched, now, rate, yields=query.yields)
-            if behind is not None:
+            if (
+                replica.unanswered_tokens
+                and (behind := replica.behind(num_tokens - matched, now, rate, yields=query.yields)) is not None
+            ):
                 wait = max(wait - behind.tokens / rate, replica.decoding_s(now))
                 delayed = behind.delayed
             why_not = "excluded" if exclude and replica.id in exclude else replica.why_not(now)

@@ -59,7 +59,8 @@ def installed_peers(folder: Path) -> list[Peer]:
 def test_a_run_lasts_until_its_last_answer() -> None:
     long_answer, last = Request(0.0, "a", 1000), Request(10.0, "a", 1)
 
-    alone, both = (run_length_s(Workload(requests, 1), 5.0) for requests in ((last,), (long_answer, last)))
+    chats = Cell("chats", 1.0, speedup=5.0)
+    alone, both = (run_length_s(Workload(requests, 1), chats) for requests in ((last,), (long_answer, last)))
 
     assert both > alone + 5
 

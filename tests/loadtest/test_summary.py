@@ -1,3 +1,4 @@
+from loadtest.openloop import Answer
 from loadtest.summary import median_run
 from loadtest.workloads import Request
 from tests.loadtest.runs import answer, run_of, sample
@@ -79,3 +80,15 @@ def test_the_median_is_a_run_and_a_valid_one() -> None:
     assert median_run(runs[::-1]) == runs[1]
     assert median_run([late, runs[2]]) == runs[2]
     assert median_run([late]) == late
+
+
+def test_one_that_was_not_waited_for_counts_as_long_as_it_had_lasted() -> None:
+    """In times and goodput; of its tokens nothing is known, so it has no part in TPOT and hit rate."""
+    going = Answer(0.0, 0.1, 30.0, unfinished=True)
+
+    total = run_of([answer(0.1, cached=144), answer(0.1, cached=144), going]).total
+
+    alone = run_of([answer(0.1, cached=144), answer(0.1, cached=144)]).total
+    assert (total.errors, total.unfinished, total.goodput) == (0, 1, 1.0)
+    assert total.e2e_ms.p99 == 60_000
+    assert (total.tpot_ms, total.hit_rate) == (alone.tpot_ms, alone.hit_rate)
