@@ -540,8 +540,10 @@ class Router:
                 matched = min(members.tokens_of(depth), most_matched)
             wait = replica.wait_s(now, rate)
             delayed = 0
-            behind = replica.behind(num_tokens - matched, now, rate, yields=query.yields)
-            if behind is not None:
+            if (
+                replica.unanswered_tokens
+                and (behind := replica.behind(num_tokens - matched, now, rate, yields=query.yields)) is not None
+            ):
                 wait = max(wait - behind.tokens / rate, replica.decoding_s(now))
                 delayed = behind.delayed
             why_not = "excluded" if exclude and replica.id in exclude else replica.why_not(now)

@@ -159,7 +159,7 @@ async def test_a_bug_in_a_decision_ends_the_request_that_met_it_and_nobody_elses
         router, met = running.gateway.knowledge.router, False
         unlucky = tasks.create_task(running.chat("unlucky"))
         await queued(running, 1)
-        lucky = tasks.create_task(running.chat("lucky"))
+        lucky = tasks.create_task(running.chat("luckier"))  # no shorter, or it would pass
         await queued(running, 2)
         begin = router.begin
 
