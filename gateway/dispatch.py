@@ -238,9 +238,8 @@ class _Patience:
         self._pinging = self._loop.create_task(self._ping())
 
     async def _ping(self) -> None:
-        with contextlib.suppress(
-            Exception
-        ):  # whoever answers meets the same fault at its own next write, and tells of it
+        """Whoever answers meets a fault of the client's connection at its own next write, and tells of it."""
+        with contextlib.suppress(Exception):
             await self._reply.start(200, _STREAM_HEADERS)
             while True:
                 await self._reply.chunk(b": ping\n\n")
@@ -317,7 +316,8 @@ class Dispatcher:
             if budgeted and not self._budget.try_begin():
                 break
             try:
-                placed = await self._place(job, tried, record)
+                asked = self._asked(job, tried)
+                placed = self._place(asked) or await self._wait(asked, record)
                 with _Held(self._router, placed.reservation, self._clock, self._admission.heard) as held:
                     record.decision = placed.decision
                     record.tries += 1
@@ -347,28 +347,31 @@ class Dispatcher:
             error.should_retry = False  # a client that comes back at once would multiply what we have tried in vain
         raise error
 
-    async def _place(self, job: Job, tried: frozenset[str], record: Record) -> Placed:
+    def _place(self, asked: Asked) -> Placed | None:
         """Where to send it, with its work promised there. Raises `NotAdmitted`.
 
-        The first time it may have to wait for that. What cannot go everywhere does not wait: a second try has waited, and
-        where only one replica will do, its place in the queue would hold up those who could go elsewhere.
+        None: it has to wait for that, which only the first try does. What cannot go everywhere does not wait: a second try has
+        waited, and where only one replica will do, its place in the queue would hold up those who could go elsewhere.
         """
+        query = asked.query
+        if not query.exclude:
+            return self._admission.try_pass(asked)
+        now = self._clock()
+        decision = self._router.route(query, now, self._draw())
+        if isinstance(decision, Unroutable):
+            raise NotAdmitted(decision)
+        return Placed(decision, self._router.begin(decision, query, asked.request_id, now))
+
+    async def _wait(self, asked: Asked, record: Record) -> Placed:
+        began = self._clock()
+        try:
+            return await self._admission.wait(asked, record.started_at)
+        finally:
+            record.queued_s += self._clock() - began
+
+    def _asked(self, job: Job, tried: frozenset[str]) -> Asked:
         query = job.prompt.query(job.request, self._excluded(job, tried))
-        if query.exclude:
-            now = self._clock()
-            decision = self._router.route(query, now, self._draw())
-            if isinstance(decision, Unroutable):
-                raise NotAdmitted(decision)
-            return Placed(decision, self._router.begin(decision, query, job.request_id, now))
-        asked = Asked(query, job.request_id, job.owner, job.weight, job.priority)
-        placed = self._admission.try_pass(asked)
-        if placed is None:
-            began = self._clock()
-            try:
-                placed = await self._admission.wait(asked, record.started_at)
-            finally:
-                record.queued_s += self._clock() - began
-        return placed
+        return Asked(query, job.request_id, job.owner, job.weight, job.priority)
 
     def _excluded(self, job: Job, tried: frozenset[str]) -> frozenset[str]:
         """A request that has a home goes there or nowhere."""

@@ -248,7 +248,9 @@ class HotPath:
     async def _prompt(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         if request.subpath:
             return _NOTHING_TO_COMPUTE
-        prompt = await self._preparer.prepare(request, pool, salt)  # which also finds what is wrong with the body
+        prompt = self._preparer.try_prepare(request, pool, salt)  # which also finds what is wrong with the body
+        if prompt is None:
+            prompt = await self._preparer.prepare(request, pool, salt)
         if prompt.ids is not None and prompt.num_tokens > _LONG_PROMPT_TOKENS:
             self._require_room(request, prompt.num_tokens)
         return prompt
@@ -269,8 +271,8 @@ class HotPath:
         authenticator, known = access.authenticator, head.client
         if known is not None and known.rules is access and _is_current(authenticator, known):
             return known
-        ring = authenticator.ring if authenticator is not None else None
         key = authenticate(authenticator, head.scope, _SCOPES[head.endpoint])
+        ring = authenticator.ring if authenticator is not None else None
         tenant, group = (key.tenant, key.group) if key is not None else (PUBLIC_GROUP, PUBLIC_GROUP)
         key_id, quota = (key.id, key.limits) if key is not None else (None, None)
         caller = access.rules.caller(key_id, quota, tenant)

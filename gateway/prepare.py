@@ -113,33 +113,26 @@ class Preparer:
 
     async def prepare(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         """Raises `ApiError` 400 for a prompt that cannot be rendered."""
-        prompter = self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None
-        if _fits_the_loop(request, prompter):
-            return self.prepare_now(request, pool, salt)
+        prepared = self.try_prepare(request, pool, salt)
+        if prepared is not None:
+            return prepared
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self.prepare_now, request, pool, salt)
+
+    def try_prepare(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt | None:
+        """At once, if that takes little time; None: `prepare`. Raises as that does."""
+        if _fits_the_loop(request, self._prompter(pool)):
+            return self.prepare_now(request, pool, salt)
+        return None
 
     def prepare_now(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
         """The same, in the caller's thread. Any thread may call it."""
         root = root_name(model=pool.model, revision=pool.revision, adapter=pool.adapter, salt=salt)
-        prompter = self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None
         escape = pool.key_space == "tokens" and self._escapes(pool.model)
+        prompter = self._prompter(pool)
+        if prompter is None:
+            return _by_text(request, pool, root, escape=escape)
         try:
-            if prompter is None:
-                fields = request.fields()
-                text = canonical_text(fields)
-                num_tokens = int(len(text) / pool.bytes_per_token) + 1
-                names = chunk_names(text, root)
-                num_prompts, _ = _prompts(fields.get("prompt"))
-                return PreparedPrompt(
-                    names,
-                    num_tokens,
-                    ids=None,
-                    escape=escape,
-                    num_bytes=len(text),
-                    num_prompts=num_prompts,
-                    total_tokens=num_tokens,
-                )
             packed, num_prompts, rest = _packed_ids(request, prompter, escape)
         except PromptError as error:
             raise ApiError(400, error.code, str(error), param=error.param) from error
@@ -153,6 +146,20 @@ class Preparer:
             num_prompts=num_prompts,
             total_tokens=num_tokens + rest,
         )
+
+    def _prompter(self, pool: Pool) -> Prompter | None:
+        """None where the pool is matched by text."""
+        return self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None
+
+
+def _by_text(request: GenerationRequest, pool: Pool, root: BlockName, *, escape: bool) -> PreparedPrompt:
+    fields = request.fields()
+    text = canonical_text(fields)
+    num_bytes = len(text)
+    num_tokens = int(num_bytes / pool.bytes_per_token) + 1
+    prompt = fields.get("prompt")
+    num_prompts = 1 if prompt is None else _prompts(prompt)[0]
+    return PreparedPrompt(chunk_names(text, root), num_tokens, None, escape, num_bytes, num_prompts, num_tokens)
 
 
 def _fits_the_loop(request: GenerationRequest, prompter: Prompter | None) -> bool:

@@ -8,9 +8,9 @@ name for is ``warmpath.*``. Content is never recorded: no prompt, answer, header
 our own ids, names of models and replicas, numbers, and error codes from fixed sets.
 
 Whether a trace is recorded is decided when the request arrives, by its caller's flag or by chance, and its ids are drawn then.
-The spans themselves are made when the request has ended, from what its record says: a request that is not sampled costs one
-look at its headers' names and a `Trace` that was made with many others, and one that is costs nothing before its last byte went
-out. What sends them is `gateway.otlp`.
+The spans themselves are made when the request has ended, from what its record says: a request that is not sampled takes a
+`Trace` that was made with many others, and one that is costs nothing before its last byte went out. What sends them is
+`gateway.otlp`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import urlsplit
@@ -48,7 +47,6 @@ _OPERATIONS: Final[Mapping[str, str]] = {
 
 TRACE_HEADERS: Final = frozenset({b"traceparent", b"tracestate", b"baggage"})
 """All that `Tracer.begin` looks at."""
-_name_of: Final = itemgetter(0)
 
 _TRACE_CHARS: Final = 32
 _SPAN_CHARS: Final = 16
@@ -193,9 +191,7 @@ class Tracer:
 
     def begin(self, headers: Sequence[Header]) -> Trace:
         """A request's trace, from its headers, or from those of `TRACE_HEADERS`."""
-        if headers and not TRACE_HEADERS.isdisjoint(map(_name_of, headers)):
-            return self._follow(headers)
-        return self._begin()
+        return self._follow(headers) if headers else self._begin()
 
     def _begin(self) -> Trace:
         """Of a client that has none."""

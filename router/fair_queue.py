@@ -11,11 +11,11 @@ charged then (`charge`), as in the virtual token counter (Sheng et al., "Fairnes
 
 Between priorities: the higher one first, but `_GUARD` of the work goes to each lower one that waits, so none starves.
 
-What must hold: entries of a tenant and priority leave in the order in which they came; each leaves once, by `pop`, `remove`,
-`expire`, or displaced by `push`; there are never more than the limit.
+What must hold: entries of a tenant and priority have their turn in the order of their ranks, equal ones as they came; each
+leaves once, by `pop`, `remove`, `expire`, or displaced by `push`; there are never more than the limit.
 
-    push        O(log tenants); when full O(tenants)
-    head, pop   O(log tenants), amortised
+    push        O(log entries); when full O(tenants)
+    head, pop   O(log entries), amortised
     remove      O(1)
     expire      O(log entries) for each that expires
 """
@@ -60,6 +60,8 @@ class Entry(Generic[T]):
     work: int
     """Tokens, at least 1, as far as it can be told when it comes."""
     deadline: float
+    rank: float = 0.0
+    """Of its tenant's in this priority, a smaller one goes first."""
     waits: bool = False
 
 
@@ -72,7 +74,24 @@ class _Flow(Generic[T]):
     weight: float
     work: int = 0
     entries: OrderedDict[Entry[T], None] = field(default_factory=OrderedDict)
+    """As they came."""
     in_heap: bool = False
+    _ranked: list[tuple[float, int, Entry[T]]] = field(default_factory=list)
+    """A heap of them, and of some that have left."""
+
+    def add(self, entry: Entry[T], number: int) -> None:
+        self.entries[entry] = None
+        self.work += entry.work
+        if len(self._ranked) > _SPARE + 2 * len(self.entries):
+            self._ranked = [each for each in self._ranked if each[2] in self.entries]
+            heapq.heapify(self._ranked)
+        heapq.heappush(self._ranked, (entry.rank, number, entry))
+
+    def first(self) -> Entry[T]:
+        """Whose turn it is, of those that there are."""
+        while self._ranked[0][2] not in self.entries:
+            heapq.heappop(self._ranked)
+        return self._ranked[0][2]
 
 
 class _Band(Generic[T]):
@@ -98,8 +117,7 @@ class _Band(Generic[T]):
         flow.weight = entry.weight
         if not flow.entries:
             flow.tag = max(flow.tag, self._now - self.credit, 0.0)
-        flow.entries[entry] = None
-        flow.work += entry.work
+        flow.add(entry, next(self._order))
         if not flow.in_heap:
             self._enter_heap(flow)
         self.size += 1
@@ -111,11 +129,12 @@ class _Band(Generic[T]):
         self._gone(flow, entry)
 
     def head(self) -> Entry[T]:
-        return next(iter(self._first().entries))
+        return self._first().first()
 
     def pop(self, work: int) -> None:
         flow = self._first()
-        entry, _ = flow.entries.popitem(last=False)
+        entry = flow.first()
+        del flow.entries[entry]
         self._now = max(self._now, flow.tag)
         flow.tag += work / flow.weight
         self._gone(flow, entry)

@@ -10,6 +10,7 @@ raise or make the arithmetic of others wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
@@ -20,6 +21,7 @@ import msgspec
 from router.breaker import Breaker, BreakerState, Pass, Verdict
 from router.index import Holding
 from router.learning import MAX_TOK_S, MIN_TOK_S, CacheSize, Pace
+from router.prompt_order import Behind, PromptOrder, Urgency
 from router.settings import RoutingSettings
 from router.text_index import TextHolding
 from router.trust import Accuracy, EventStream, Snapshot, Trust
@@ -198,8 +200,8 @@ class Replica:
         self.inflight = 0
         self.unanswered_tokens = 0
         self.unadmitted_tokens = 0
-        self.yielding_tokens = 0
-        """Of `unanswered_tokens`, what is computed after all that does not yield."""
+        self._order = PromptOrder() if spec.kind == "warmpath" else None
+        """None: first come, first served."""
         self._unadmitted = 0
         """Requests sent to it that its load frames do not count yet."""
         self._prefilling: dict[Reservation, None] = {}  # oldest first
@@ -220,6 +222,10 @@ class Replica:
         if self.hello is not None and self.indexed and self.stream.exact:
             return _EXACT
         return _BLIND if self.mismatch or not self.settings.learned_tokens else _LEARNING
+
+    @property
+    def _known_rate(self) -> float:
+        return self.settings.prefill_tok_s if self.rate is None else self.rate
 
     @property
     def capacity_blocks(self) -> int:
@@ -256,9 +262,12 @@ class Replica:
             return 0.0
         return self._own_backlog(now, rate) / rate + (self.inflight - len(self._prefilling)) * self.settings.running_s
 
-    def firm_wait_s(self, now: float, rate: float) -> float:
-        """The same for one that does not yield, as far as we know who does: at most all that we sent and that does not."""
-        return (self.unanswered_tokens - self.yielding_tokens) / rate + self.decoding_s(now)
+    def behind(self, uncached_tokens: int, now: float, rate: float, *, yields: bool) -> Behind | None:
+        """What we sent there and `wait_s` counts, but would be computed after such a prompt sent now. None: nothing is sent."""
+        order = self._order
+        if not order:
+            return None
+        return order.behind(self._urgency(uncached_tokens, now, rate, yields=yields), now, rate)
 
     def decoding_s(self, now: float) -> float:
         """The part of `wait_s` that running decodes add: a preference among replicas, no time in which nothing can begin."""
@@ -266,6 +275,10 @@ class Replica:
         if load is not None and now < self._load_until:
             return max(load.running, 0) * self._running_s(load)
         return (self.inflight - len(self._prefilling)) * self.settings.running_s
+
+    def _urgency(self, uncached_tokens: int, now: float, rate: float, *, yields: bool) -> Urgency:
+        patience = 0.0 if self.hello is None else self.hello.patience
+        return Urgency(yields, now + patience * uncached_tokens / rate if 0 < patience < math.inf else now)
 
     def has_room(self, uncached_tokens: int, now: float, *, yields: bool = False) -> bool:
         """Whether a prompt with so much to compute could begin beside what runs and waits there: a sequence is free for it, or
@@ -315,9 +328,11 @@ class Replica:
         self.unanswered_tokens += uncached_tokens
         self.unadmitted_tokens += uncached_tokens
         self._unadmitted += 1
-        if reservation.yields:
-            self.yielding_tokens += uncached_tokens
         self._prefilling[reservation] = None
+        if self._order is not None:
+            begun_at, rate = reservation.begun_at, self._known_rate
+            urgency = self._urgency(uncached_tokens, begun_at, rate, yields=reservation.yields)
+            self._order.add(reservation, urgency, uncached_tokens, begun_at, rate)
 
     @property
     def oldest_stamp(self) -> float:
@@ -372,8 +387,8 @@ class Replica:
         self._heavy -= uncached_tokens >= _HEAVY_TOKENS
         del self._prefilling[reservation]
         self.unanswered_tokens -= uncached_tokens
-        if reservation.yields:
-            self.yielding_tokens -= uncached_tokens
+        if self._order is not None:
+            self._order.discard(reservation, now, self._known_rate)
         self.admit(reservation)
 
     def admit(self, reservation: Reservation) -> None:

@@ -40,6 +40,8 @@ _LOOK_AGAIN_S: Final = 0.05
 """What nobody tells of (an operator, a health check, a wait that was predicted wrong) is seen so soon."""
 _LEAST_PAUSE_S: Final = 0.005
 """A look costs a decision; more often than this it would slow what it waits for."""
+_PATIENCE: Final = 1.0
+"""Times what its own prefill takes, a prompt lets shorter ones of its tenant pass: as own workers do (`router.wire.Hello`)."""
 _SHARED_S: Final = 60.0
 """So long after requests of two tenants came, replicas are kept free for whoever comes next."""
 _RATE_WINDOW_S: Final = 20.0
@@ -194,6 +196,7 @@ class Gate:
             priority=asked.priority,
             work=uncached + _REQUEST_TOKENS,
             deadline=since + self._settings.deadline_s,
+            rank=since + _PATIENCE * uncached / self._router.prefill_tok_s(self._model),
         )
         return entry, self._queue.push(entry)
 

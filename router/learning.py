@@ -14,6 +14,7 @@ neither clock nor index.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from typing import Final
 
@@ -54,14 +55,18 @@ class Density:
 
     def __init__(self, prior: float) -> None:
         self.bytes_per_token = prior
-        self._ratios: deque[float] = deque(maxlen=_KEPT_RATIOS)
+        self._ratios: deque[float] = deque()  # oldest first
+        self._ranked: list[float] = []
 
     def learn(self, num_bytes: int, prompt_tokens: int) -> bool:
         """Take in an answer; False when it cannot be true, or is too short to tell."""
         if num_bytes < _MIN_SAMPLE_BYTES or not num_bytes <= prompt_tokens * _MOST_BYTES <= num_bytes * _WIDEST:
             return False
-        self._ratios.append(num_bytes / prompt_tokens)
-        ranked = sorted(self._ratios)
+        ratio, ranked = num_bytes / prompt_tokens, self._ranked
+        if len(ranked) == _KEPT_RATIOS:
+            del ranked[bisect_left(ranked, self._ratios.popleft())]
+        self._ratios.append(ratio)
+        insort(ranked, ratio)
         self.bytes_per_token = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
         return True
 

@@ -45,12 +45,14 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     wait_s: float
     own_s: float
     cost_s: float
-    """(wait + away + w · own) ÷ weight."""
+    """(wait + away + (w + delayed) · own) ÷ weight."""
     trust: Trust
     inflight: int
     """Requests sent there that have not ended."""
     away_s: float = 0.0
     """What its being another gateway's first choice counts against it."""
+    delayed: int = 0
+    """Prompts sent there before that would be computed after this one."""
 
 
 class Turn(msgspec.Struct, frozen=True):

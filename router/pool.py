@@ -202,12 +202,18 @@ class Members:
 
     # -- how fast they are
 
-    def usual_fixed_s(self, prior: float) -> float:
-        """What a prompt costs on any of them even when all of it is cached."""
-        known = [replica.fixed_s for replica in self.replicas.values() if replica.fixed_s is not None]
-        return sum(known) / len(known) if known else prior
-
-    def usual_rate(self, prior: float) -> float:
-        """Prefill rate of a replica that was not measured yet: its peers run the same model, so theirs is the best guess."""
-        known = [replica.rate for replica in self.replicas.values() if replica.rate is not None]
-        return sum(known) / len(known) if known else prior
+    def usual_pace(self) -> tuple[float, float]:
+        """Prefill rate of a replica that was not measured yet: its peers run the same model, so theirs is the best guess; and
+        what a prompt costs on any of them even when all of it is cached. Where nothing was measured, as set.
+        """
+        rates, fixed_s = [], []
+        for replica in self.replicas.values():
+            if replica.rate is not None:
+                rates.append(replica.rate)
+                if replica.fixed_s is not None:
+                    fixed_s.append(replica.fixed_s)
+        settings = self._settings
+        return (
+            sum(rates) / len(rates) if rates else settings.prefill_tok_s,
+            sum(fixed_s) / len(fixed_s) if fixed_s else settings.fixed_s,
+        )

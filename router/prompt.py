@@ -13,8 +13,8 @@
 What must hold: ids equal those of `apply_chat_template` in Hugging Face transformers. Two prompters with one digest give the
 same ids for the same request; gateway and worker rely on it when they compare block names.
 
-A `Prompter` may be shared by an event loop and its worker threads. All of it is fixed at load but the segment cache, where
-no thread waits for another. What an encoding costs, and so where it is best done, `Prompter.seconds` estimates.
+A `Prompter` may be shared by an event loop and its worker threads. All of it is fixed at load but its memories of texts and
+talks, where no thread waits for another. What an encoding costs, and so where it is best done, `Prompter.seconds` estimates.
 """
 
 from __future__ import annotations

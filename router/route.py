@@ -1,8 +1,10 @@
 """`Router`: the one mutable thing that the gateway talks to. It knows replicas, learns from them, and decides.
 
-    cost(replica) = (wait + away + w · own work) ÷ weight        all in seconds
+    cost(replica) = (wait + away + (w + delayed) · own work) ÷ weight        all in seconds
 
-*Wait* is uncached prompt tokens already promised to the replica ÷ its prefill rate, plus what its running decodes add. *Own
+*Wait* is uncached prompt tokens already promised to the replica ÷ its prefill rate, plus what its running decodes add. Own
+workers compute short prompts before long ones (`router.prompt_order`): what would come after this one is no wait, but
+it is *delayed* by this one's work, so each prompt that is counts once more. *Own
 work* is this prompt's uncached tokens ÷ that rate + a fixed part. With w = 1 this is the predicted time to the first token; w
 rises with the wait that even the least busy replica has, because near saturation every token prefilled twice delays
 everybody. *Away* is 0, but with several gateways that hear nothing of each other it is what counts against replicas that
@@ -336,15 +338,15 @@ class Router:
         """The least time that other prompts take before this one on any replica that could take it and has room; infinity
         when none has. 0 as long as nothing was measured of any of them: a guess of their pace holds nobody up. O(replicas).
         """
-        soonest, is_measured = math.inf, False
-        for each in decision.candidates:
-            if not each.eligible:
-                continue
-            replica = self._known(each.replica)
-            is_measured |= replica.rate is not None
-            if replica.has_room(each.uncached_tokens, now, yields=yields):
-                soonest = min(soonest, each.wait_s - replica.decoding_s(now))
-        return soonest if is_measured or soonest == math.inf else 0.0
+        open_to_it = [(self._known(each.replica), each) for each in decision.candidates if each.eligible]
+        waits = (
+            each.wait_s - replica.decoding_s(now)
+            for replica, each in open_to_it
+            if replica.has_room(each.uncached_tokens, now, yields=yields)
+        )
+        if all(replica.rate is None for replica, _ in open_to_it):
+            return math.inf if next(waits, None) is None else 0.0
+        return min(waits, default=math.inf)
 
     def full(self, decision: Decision, now: float, *, yields: bool = False) -> frozenset[str]:
         """Replicas that have no room for the prompt."""
@@ -522,8 +524,7 @@ class Router:
         num_tokens, exclude = query.num_tokens, query.exclude
         most_matched = max(num_tokens - 1, 0)  # where tokens are unknown, both are estimates
         depths = members.index.match(query.names, members.matchable(num_tokens, query.num_bytes))
-        usual_rate = members.usual_rate(settings.prefill_tok_s)
-        fixed_s = members.usual_fixed_s(settings.fixed_s)
+        usual_rate, fixed_s = members.usual_pace()
         least_wait = math.inf
         # Equal replicas measure apart, by what else their machines do and by the prompts that they got. A rate near that of
         # its peers is therefore taken for theirs: at face value it would move talks from one to the other for nothing, and a
@@ -538,12 +539,15 @@ class Router:
             if depths and (depth := depths.get(replica.holding.slot)):
                 matched = min(members.tokens_of(depth), most_matched)
             wait = replica.wait_s(now, rate)
-            if replica.yielding_tokens and not query.yields:
-                wait = min(wait, replica.firm_wait_s(now, rate))
+            delayed = 0
+            behind = replica.behind(num_tokens - matched, now, rate, yields=query.yields)
+            if behind is not None:
+                wait = max(wait - behind.tokens / rate, replica.decoding_s(now))
+                delayed = behind.delayed
             why_not = "excluded" if exclude and replica.id in exclude else replica.why_not(now)
             if not why_not and wait < least_wait:
                 least_wait = wait
-            rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + fixed_s))
+            rows.append((replica, why_not, matched, wait, (num_tokens - matched) / rate + fixed_s, delayed))
         if query.backlog_tokens:
             least_wait += query.backlog_tokens / (usual_rate * len(rows))
         w = 1.0 if least_wait == math.inf else min(1.0 + settings.w_per_wait_s * least_wait, settings.max_w)
@@ -557,12 +561,13 @@ class Router:
                     num_tokens - matched,
                     wait,
                     own,
-                    (wait + replica.away_s + w * own) / replica.weight,
+                    (wait + replica.away_s + (w + delayed) * own) / replica.weight,
                     replica.trust,
                     replica.inflight,
                     replica.away_s,
+                    delayed,
                 )
-                for replica, why_not, matched, wait, own in rows
+                for replica, why_not, matched, wait, own, delayed in rows
             ]
         )
         return candidates, w

@@ -1,133 +1,34 @@
 """The ids of talks that go on: what was rendered and tokenized of their beginning is remembered.
 
-A talk is found by the bytes of its messages as the client wrote them, up to the last message but one: what a client says next,
-or says instead, comes behind these. They are compared byte by byte, for wrong ids would be a wrong answer. Then only the new
-messages are decoded and rendered (`router.resumable` says why the rest stays as it was) and only their text is tokenized.
-
-Most prompts never come again. So the first sighting leaves a few hashes, and the second one is remembered.
-
-What holds without being looked at again: the known messages are valid, and were counted.
+A talk is known up to the last message but one of its last request (`router.known_talks`): what a client says next, or says
+instead, comes behind. Then only the new messages are decoded and rendered, and only their text is tokenized; `router.resumable`
+says why the rest stays as it was. What holds without being looked at again: the known messages are valid, and were counted.
 
 Proven or not, every `_CHECK_EVERY`-th continuation is compared with a rendering of the whole. One difference, and nothing is
-taken from memory any more. Any thread may use it, and none waits; threads that meet lose a talk at worst.
+taken from memory any more. Any thread may use it, and none waits.
 """
 
 from __future__ import annotations
 
-import sys
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
-import xxhash
 
 from router.chat import Chat
-from router.generations import Generations
+from router.known_talks import NEW, KnownTalk, KnownTalks, Sighting, TalkSize
 from router.segments import longest_match
 from router.template import ChatTemplate, LoopRendering, are_texts
 
-__all__ = ["KnownTalk", "Sighting", "TalkCounts", "Talks"]
+__all__ = ["Sighting", "TalkCounts", "Talks"]
 
-_MIN_BYTES: Final = 1 << 10
-"""Less is as soon rendered as found."""
 _CHECK_EVERY: Final = 256
-_MOST_VALUES: Final = 50_000
-_MOST_ITEMS: Final = 2048
-"""Messages and parts of them, as many as a request may have."""
-_SEEN: Final = 1 << 15
-"""Beginnings to be known again, twice: 8 MB."""
-_SEEN_PLACES: Final = 2
-"""Of each sighting: the end of a talk may be another one when it comes again."""
 _STATES: Final = (str, int, bool, type(None))
 """Kinds of values that mean the same to a template when they have been outside of it."""
-_TALK_BYTES: Final = 600
-"""What holds a talk in memory, beside what it holds."""
-_SAME_PLACE: Final = 16
-"""Talks that are the same up to one of `_PLACES` and may be kept."""
 _WHITE: Final = b" \t\n\r"
 """Of JSON."""
-
-
-def _places() -> list[int]:
-    places = [_MIN_BYTES]
-    while places[-1] < 1 << 30:
-        places.append(places[-1] + places[-1] // 2)
-    return places
-
-
-_PLACES: Final = _places()
-"""Lengths at which a text is hashed, to find what may be its beginning: 15 of them in 400 KB."""
-
-
-class _Size(NamedTuple):
-    """Of messages, as the client sent them."""
-
-    num_items: int
-    """Messages, and parts of their contents."""
-    num_values: int
-    """At least as many as there are JSON values."""
-    num_bytes: int
-    """In memory."""
-
-    def and_of(self, messages: Iterable[Mapping[str, Any]]) -> _Size:
-        num_items, num_values, num_bytes = self
-        level: list[Any] = []
-        for message in messages:
-            content = message.get("content")
-            num_items += 1 + (len(content) if isinstance(content, list | tuple) else 0)
-            level.append(message)
-        while level:
-            value = level.pop()
-            num_bytes += sys.getsizeof(value)
-            if isinstance(value, Mapping | list | tuple):
-                num_values += 1 + len(value)
-                level += value.values() if isinstance(value, Mapping) else value
-        return _Size(num_items, num_values, num_bytes)
-
-    @property
-    def is_certainly_allowed(self) -> bool:
-        return self.num_items <= _MOST_ITEMS and self.num_values <= _MOST_VALUES
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KnownTalk:
-    source: bytes
-    """JSON of the messages, from the bracket to the end of the last one that is known."""
-    messages: Sequence[Mapping[str, Any]]
-    """As templates expect them."""
-    only_text: bool
-    """They hold nothing but texts."""
-    size: _Size
-    iterations: int
-    """Of the template's loop over the messages, whose text is known."""
-    missing: int
-    """How many messages the loop leaves out at the beginning."""
-    state: Sequence[Any]
-    before: str
-    key: bytes
-    ids: bytes
-    """Of what comes before the loop, and of the known iterations."""
-
-    @property
-    def size_bytes(self) -> int:
-        return _TALK_BYTES + len(self.source) + self.size.num_bytes + len(self.before) + len(self.key) + len(self.ids)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sighting:
-    source: bytes
-    keys: Sequence[int]
-    """Of its beginnings."""
-    known: KnownTalk | None
-    """The longest talk that it goes on from. Behind what is known there is a comma."""
-    is_again: bool
-    """Whether messages that began like these were sighted before. If not, the rest is not told."""
-
-
-_NEW: Final = Sighting(b"", (), None, is_again=False)
 
 
 @dataclass(slots=True)
@@ -142,6 +43,25 @@ class TalkCounts:
     """Continued otherwise than the whole, which must not happen."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Continuation:
+    """A talk and what was rendered behind it."""
+
+    talk: KnownTalk
+    messages: Sequence[Mapping[str, Any]]
+    """All of them, as templates expect them."""
+    only_text: bool
+    """They hold nothing but texts."""
+    new: Sequence[Mapping[str, Any]]
+    """Those behind the talk, as the client sent them."""
+    rendering: LoopRendering
+
+    def text(self, start: int, end: int | None = None) -> str:
+        """Of some of the rendered iterations; the first one has before it what begins the prompt, if that is not known."""
+        begun = "" if start or self.talk.ids else self.rendering.before
+        return begun + "".join(self.rendering.texts[start:end])
+
+
 class Talks:
     def __init__(
         self, template: ChatTemplate, encode: Callable[[str], bytes], cuts: Sequence[str], max_bytes: int
@@ -149,46 +69,20 @@ class Talks:
         """`cuts`: tokens before which a text may be cut in two, and `encode` gives the same ids."""
         self._template = template
         self._encode = encode
+        self._may_cut_before = longest_match(cuts).match
+        self._known = KnownTalks(max_bytes)
         self.trusted = template.is_resumable and bool(cuts)
         """Whether anything is remembered: not with a template or tokenizer unfit for it, nor once it was wrong."""
-        self._may_cut_before = longest_match(cuts).match
-        self._max_bytes = max_bytes // 2
-        self._young: dict[int, tuple[KnownTalk, ...]] = {}
-        self._old: dict[int, tuple[KnownTalk, ...]] = {}
-        self._young_bytes = self._old_bytes = 0
-        self._seen: Generations[bool] = Generations(_SEEN)
         self.counts = TalkCounts()
 
     @property
     def size_bytes(self) -> int:
         """Of the talks that are kept, at most."""
-        return self._young_bytes + self._old_bytes
+        return self._known.size_bytes
 
     def sight(self, messages: bytes | msgspec.Raw) -> Sighting:
         """Look at the messages of a request, given as JSON."""
-        view = memoryview(messages)
-        if not self.trusted or len(view) <= _MIN_BYTES:
-            return _NEW
-        keys = _keys(view)
-        is_again = any(map(self._seen.get, reversed(keys)))
-        for key in keys[-_SEEN_PLACES:]:
-            self._seen.put(key, True)
-        if not is_again:
-            return _NEW
-        source = bytes(view)
-        return Sighting(source, keys, self._find(source, keys), is_again)
-
-    def _find(self, source: bytes, keys: Sequence[int]) -> KnownTalk | None:
-        """The longest one that these messages go on from."""
-        for key in reversed(keys):
-            young = self._young.get(key, ())
-            for talk in sorted((*young, *self._old.get(key, ())), key=_length, reverse=True):
-                end = len(talk.source)
-                if source[end : end + 1] == b"," and source.startswith(talk.source):
-                    if not any(each is talk for each in young):
-                        self._put(key, talk)
-                    return talk
-        return None
+        return self._known.sight(messages) if self.trusted else NEW
 
     def begin(self, sighting: Sighting, chat: Chat, now: datetime) -> bytes | None:
         """Packed ids, and the talk will be known. None: `ChatTemplate.render` must say, and nothing is remembered."""
@@ -203,7 +97,7 @@ class Talks:
             source=b"[",
             messages=(),
             only_text=True,
-            size=_Size(0, 0, 0),
+            size=TalkSize(),
             iterations=0,
             missing=len(messages) - len(rendering.texts),
             state=(),
@@ -212,7 +106,7 @@ class Talks:
             ids=b"",
         )
         self.counts.begun += 1
-        return self._packed(nothing, sighting, chat, messages, only_text, rendering)
+        return self._packed(_Continuation(nothing, messages, only_text, chat.messages, rendering), sighting)
 
     def go_on(self, sighting: Sighting, chat: Chat, now: datetime) -> bytes | None:
         """Packed ids of the known talk with the messages of `chat` behind it. None: ask as if none were known."""
@@ -233,110 +127,64 @@ class Talks:
             or not self._may_cut_before(rendering.texts[0])
         ):
             return None
-        packed = self._packed(talk, sighting, chat, messages, only_text, rendering)
+        packed = self._packed(_Continuation(talk, messages, only_text, chat.messages, rendering), sighting)
         self.counts.continued += 1
         if self.counts.continued % _CHECK_EVERY:
             return packed
         whole = self._encode(self._template.render(replace(chat, messages=messages), now))
         if whole != packed:
             self.counts.mistaken += 1
-            self.trusted, self._young, self._old = False, {}, {}
+            self.trusted = False
+            self._known.forget()
         return whole
 
     def _template_messages(self, chat: Chat) -> list[Mapping[str, Any]]:
         return chat.in_servers_form(join_parts=not self._template.reads_parts).template_messages()
 
-    def _packed(
-        self,
-        talk: KnownTalk,
-        sighting: Sighting,
-        chat: Chat,
-        messages: Sequence[Mapping[str, Any]],
-        only_text: bool,
-        rendering: LoopRendering,
-    ) -> bytes:
-        """Ids of `talk` and of what was rendered behind it. If that is more than a last message, it makes a longer talk.
-
-        `chat`: of the new messages. `messages`: all of them.
-        """
-        texts = rendering.texts
-        known = self._known_iterations(talk, len(messages) - 1, rendering)
-        longer = self._longer(talk, sighting.source, chat, messages, only_text, rendering, known) if known else None
+    def _packed(self, went_on: _Continuation, sighting: Sighting) -> bytes:
+        """If there is more behind the talk than a last message, a longer one is kept."""
+        lasting = self._lasting(went_on)
+        longer = self._longer(went_on, lasting, sighting.source) if lasting else None
         if longer is None:
-            begun = "" if talk.ids else talk.before
-            return talk.ids + self._encode(begun + "".join(texts))
-        self._put(sighting.keys[bisect_right(_PLACES, len(longer.source)) - 1], longer)
-        return longer.ids + self._encode("".join(texts[known:]))
+            return went_on.talk.ids + self._encode(went_on.text(0))
+        self._known.keep(longer, sighting)
+        return longer.ids + self._encode(went_on.text(lasting))
 
-    def _longer(
-        self,
-        talk: KnownTalk,
-        source: bytes,
-        chat: Chat,
-        messages: Sequence[Mapping[str, Any]],
-        only_text: bool,
-        rendering: LoopRendering,
-        known: int,
-    ) -> KnownTalk | None:
-        """`talk` with this many of the rendered iterations and with all messages but the last. None: it cannot be kept."""
-        iterations = talk.iterations + known
+    def _lasting(self, went_on: _Continuation) -> int:
+        """How many of the rendered iterations stay as they are, whatever stands in the place of the last message."""
+        talk, texts = went_on.talk, went_on.rendering.texts
+        num_known = len(went_on.messages) - 1
+        if num_known <= len(talk.messages):
+            return 0
+        from_end = max(went_on.rendering.reach, talk.missing)
+        lasting = min(num_known - from_end, talk.iterations + len(texts) - 1) - talk.iterations
+        while lasting > 0 and not self._may_cut_before(texts[lasting]):
+            lasting -= 1
+        return max(lasting, 0)
+
+    def _longer(self, went_on: _Continuation, lasting: int, source: bytes) -> KnownTalk | None:
+        """The talk with this many of the rendered iterations and all messages but the last. None: it cannot be kept."""
+        talk, rendering = went_on.talk, went_on.rendering
+        iterations = talk.iterations + lasting
         key = rendering.key(iterations)
-        end = _end_of_last_but_one(source, len(talk.source))
-        state = rendering.states[known] if rendering.states else ()
-        size = talk.size.and_of(chat.messages[:-1])
+        state = rendering.states[lasting] if rendering.states else ()
         can_be_put_back = all(state[::2]) and all(type(value) in _STATES for value in state[1::2])
-        if key is None or end is None or not can_be_put_back or not size.is_certainly_allowed or end < _MIN_BYTES:
+        size = talk.size.and_of(went_on.new[:-1])
+        end = _end_of_last_but_one(source, len(talk.source))
+        if key is None or end is None or not can_be_put_back or not size.is_certainly_allowed:
             return None
-        begun = "" if talk.ids else talk.before
         return KnownTalk(
             source=source[:end],
-            messages=messages[:-1],
-            only_text=only_text,
+            messages=went_on.messages[:-1],
+            only_text=went_on.only_text,
             size=size,
             iterations=iterations,
             missing=talk.missing,
             state=state[1::2],
             before=talk.before,
             key=key,
-            ids=talk.ids + self._encode(begun + "".join(rendering.texts[:known])),
+            ids=talk.ids + self._encode(went_on.text(0, lasting)),
         )
-
-    def _known_iterations(self, talk: KnownTalk, num_known: int, rendering: LoopRendering) -> int:
-        """How many of the rendered iterations are known to be the same whatever follows this many messages.
-
-        0 for none, or if no message is new.
-        """
-        if num_known <= len(talk.messages):
-            return 0
-        iterations = min(num_known - max(rendering.reach, talk.missing), talk.iterations + len(rendering.texts) - 1)
-        known = iterations - talk.iterations
-        while known > 0 and not self._may_cut_before(rendering.texts[known]):
-            known -= 1
-        return max(known, 0)
-
-    def _put(self, key: int, talk: KnownTalk) -> None:
-        if self._young_bytes + talk.size_bytes > self._max_bytes:
-            self._old, self._young = self._young, {}
-            self._old_bytes, self._young_bytes = self._young_bytes, 0
-        if talk.size_bytes <= self._max_bytes:
-            self._young_bytes += talk.size_bytes
-            others = [each for each in self._young.get(key, ()) if each.source != talk.source]
-            self._young[key] = (talk, *others[: _SAME_PLACE - 1])
-
-
-def _length(talk: KnownTalk) -> int:
-    return len(talk.source)
-
-
-def _keys(view: memoryview) -> list[int]:
-    """Of its beginnings, one for each of `_PLACES`."""
-    hashed, start = xxhash.xxh3_64(), 0
-    keys = []
-    for end in _PLACES[: bisect_right(_PLACES, len(view))]:
-        hashed.update(view[start:end])
-        keys.append(hashed.intdigest())
-        start = end
-    return keys
 
 
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])

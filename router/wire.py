@@ -71,6 +71,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="he
     """Digest of all that decides the bits of an answer; equal numerics give equal text."""
     capacity_blocks: int
     max_num_seqs: int
+    patience: float = 0.0
+    """In which order it computes the prompts of a priority: by when they came plus this many times what their uncached tokens
+    take at its prefill rate. So each lets those shorter ones pass that come so soon after it; 0 is first come, first served."""
     started_at: float
     """Unix time, seconds; for people."""
 

@@ -23,12 +23,17 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, *, port: int = 0, http: Any = "httptools") -> AsyncIterator[str]:
-    """Yields the base URL. On exit the connections that are left are cut. `http`: uvicorn's protocol."""
+    """Yields the base URL. On exit the connections that are left are cut. `http`: uvicorn's protocol.
+
+    As `gateway.serving` does it, without the middleware that reads forwarded addresses: it would hide direct routes.
+    """
     listener = socket.create_server(("127.0.0.1", port), backlog=128)
     # Its connections inherit it. asyncio sets it only where the socket names its protocol, and without it each second write of
     # an answer waits 40 ms for the client's delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    config = uvicorn.Config(app, http=http, lifespan="off", log_level="critical", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, http=http, proxy_headers=False, lifespan="off", log_level="critical", timeout_graceful_shutdown=1
+    )
     server = _Server(config)
     task = asyncio.create_task(server.serve([listener]))
     try:

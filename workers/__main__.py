@@ -37,7 +37,7 @@ from workers.hub import LocalModel, cache_dir, resolve
 from workers.lifecycle import ServedApp, bind, is_loopback, reachable_url, serve, stop_signals
 from workers.model_config import read_config
 from workers.model_errors import ModelDamaged, ModelError
-from workers.protocol import EngineInfo
+from workers.protocol import PATIENCE, EngineInfo
 from workers.register import Registration
 from workers.server import ReplicaApp
 from workers.simulated_options import SimulatedOptions, simulated_options
@@ -78,6 +78,7 @@ class Options:
     kv_memory: int | None
     max_model_len: int | None
     max_num_seqs: int | None
+    patience: float
     threads: int
     gateway: tuple[str, ...]
     join_token: str
@@ -192,6 +193,13 @@ Examples:
     "--max-model-len", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the model's]"
 )
 @click.option("--max-num-seqs", type=click.IntRange(min=1), help="Sequences that run at once.")
+@click.option(
+    "--patience",
+    type=click.FloatRange(0, 100),
+    default=PATIENCE,
+    show_default=True,
+    help="Times what its own prefill takes, a prompt lets shorter ones pass; 0 is first come, first served.",
+)
 @click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default=True)
 @click.option("--gateway", multiple=True, help="Admin URL of a gateway to register with; may be repeated.")
 @click.option(
@@ -395,6 +403,7 @@ def _simulated(options: Options) -> _Kit:
         kv_memory=options.kv_memory,
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
+        patience=options.patience,
     )
     replicas = [simulated.build(info, number) for number in range(options.replicas)]
     return _Kit(
@@ -418,6 +427,7 @@ def _torch(options: Options) -> _Kit:
         max_num_seqs=options.max_num_seqs or DEFAULT_NUM_SEQS,
         max_model_len=options.max_model_len,
         block_size=BLOCK_SIZE,
+        patience=options.patience,
     )
     return _Kit(engines=[ProcessEngineClient(args)], files=load_tokenizer_files(local.path))
 

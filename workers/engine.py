@@ -71,6 +71,7 @@ class Engine:
             max_num_seqs=self.info.max_num_seqs,
             token_budget=token_budget,
             prefills_per_step=prefills_per_step,
+            patience_s=self._patience_s,
         )
         self._token_budget = token_budget
         self._eos_ids = frozenset(self.info.eos_ids)
@@ -130,6 +131,7 @@ class Engine:
             prompt_len=len(prompt),
             sampling=submit.sampling,
             order=(submit.priority, self._num_submitted),
+            arrived_at=self.clock(),
         )
         self._seqs[seq.rid] = seq
         if grammar is None:
@@ -194,6 +196,10 @@ class Engine:
             generated_tokens_total=self._num_generated,
             preemptions_total=scheduler.num_preemptions,
         )
+
+    def _patience_s(self, num_tokens: int) -> float:
+        rate = self._rates.prefill_tok_s
+        return self.info.patience * num_tokens / rate if rate else 0.0
 
     def _run(self, slices: list[Slice]) -> None:
         slices, batch = self._rows(slices)

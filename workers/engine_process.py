@@ -32,6 +32,7 @@ from workers.engine import DEFAULT_TOKEN_BUDGET, Engine
 from workers.model_errors import ModelError
 from workers.protocol import (
     MAX_MESSAGE_BYTES,
+    PATIENCE,
     Failed,
     FromEngine,
     Ready,
@@ -75,6 +76,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """None: what the model allows."""
     block_size: int
     token_budget: int = DEFAULT_TOKEN_BUDGET
+    patience: float = PATIENCE
 
 
 class _ParentGone(Exception):
@@ -221,7 +223,7 @@ def build_torch_engine(args: EngineArgs) -> Engine:
         max_model_len=args.max_model_len,
         block_size=args.block_size,
     )
-    info = msgspec.structs.replace(runner.info, model=args.model, revision=args.revision)
+    info = msgspec.structs.replace(runner.info, model=args.model, revision=args.revision, patience=args.patience)
     grammars = _grammars(tokenizer.tokenizer_json, min(num_tokens, info.vocab_size), info.eos_ids)
     engine = Engine(runner, info=info, grammars=grammars, token_budget=args.token_budget)
     engine.warm_up()

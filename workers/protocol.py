@@ -18,6 +18,7 @@ from workers.rates import UNMEASURED_STEP_S
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
+    "PATIENCE",
     "Abort",
     "EngineInfo",
     "Failed",
@@ -36,6 +37,10 @@ __all__ = [
     "decode_to_engine",
     "encode_message",
 ]
+
+PATIENCE: Final = 1.0
+"""Of an engine that is told nothing else (`router.wire.Hello`): the least that lets short prompts pass long ones, and the
+longest prompts wait hardly longer than first come, first served (docs/routing.md)."""
 
 FinishReason = Literal["stop", "length", "rejected", "error"]
 """``stop``: an end or stop token. ``length``: max_tokens or the context is used up. ``rejected``: the request can never run
@@ -92,7 +97,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """u32le token ids, at least one."""
     salt: str = ""
     priority: int = 0
-    """A smaller one is admitted sooner and preempted later."""
+    """A smaller one is admitted sooner and preempted later; within one, what came sooner and is shorter is."""
     resume: bytes = b""
     """u32le ids that were generated elsewhere before: the sequence goes on behind them, and only what follows is told.
     Limits, penalties and noise count from the prompt's end as ever. They must not have ended it (`workers.ending`)."""
@@ -118,6 +123,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_ids: list[int]
     """Ids that end an answer unless the request ignores them."""
+    patience: float = 0.0
+    """Of `router.wire.Hello`."""
     weights_bytes: int
     kv_bytes_per_token: int
 

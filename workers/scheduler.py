@@ -3,9 +3,11 @@
 Knows sequences and blocks; nothing of runners, sampling or messages. One step has a token budget, so that a long prompt
 is cut into chunks and those who already generate wait for one chunk at most, never for a whole prompt.
 
-In order: sequences that generate, ongoing prefills, waiting ones; but a waiting one goes before an ongoing prefill of lower
-priority, which a long prompt would else hold up for seconds. Waiting ones are admitted first come first served within a
-priority, and only when the whole of what they have and one id more fit; their blocks are taken at once, so a prefill
+In order: sequences that generate, ongoing prefills, waiting ones; but a waiting one goes before an ongoing prefill that is less
+urgent, which a long prompt would else hold up for seconds. More urgent is what has a higher priority, and within a priority
+what came sooner and has less to compute: each lets pass the shorter ones that come within its `patience_s`. So short prompts
+hardly wait for long ones, and nobody waits for ever. Waiting ones are admitted in that order, and
+only when the whole of what they have and one id more fit; their blocks are taken at once, so a prefill
 never runs out of memory halfway. A sequence that generates and finds no block takes those of the newest, which starts
 again from its ids later, mostly from the cache.
 
@@ -13,13 +15,15 @@ What must hold:
 - Every step with something to do runs something: the sequence first in order is never preempted for another one, and the
   length limit makes sure that it fits alone.
 - Who runs gets a token in every step: one is admitted only from the budget that all others leave over. So there are never
-  more running than tokens in the budget, and at most one of each priority has an unfinished prefill.
+  more running than tokens in the budget, and of equally urgent ones at most one has an unfinished prefill.
 - A sequence is waiting or running or forgotten, and holds blocks only while running.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from router.blocks import block_names, matchable_blocks
@@ -34,6 +38,9 @@ _LOOK_AHEAD: Final = 16
 """How many waiting sequences may be stepped over in one step; each costs a look into the cache."""
 
 
+_turn: Final = attrgetter("turn")
+
+
 class Slice(NamedTuple):
     """Run `num_tokens` ids of `seq`, from its first uncomputed one on."""
 
@@ -43,15 +50,24 @@ class Slice(NamedTuple):
 
 class Scheduler:
     def __init__(
-        self, pool: BlockPool, *, max_num_seqs: int, token_budget: int, prefills_per_step: int | None = None
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        token_budget: int,
+        prefills_per_step: int | None = None,
+        patience_s: Callable[[int], float] = lambda num_tokens: 0.0,
     ) -> None:
-        """`prefills_per_step` is for runners to whom a prompt costs more than its tokens; None bounds the tokens alone."""
+        """`prefills_per_step` is for runners to whom a prompt costs more than its tokens; None bounds the tokens alone.
+        `patience_s`: for how long one with so many tokens to compute lets shorter ones pass; 0 is first come, first served.
+        """
         self._pool = pool
         self._block_size = pool.block_size
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._prefills_per_step = max_num_seqs if prefills_per_step is None else prefills_per_step
-        self._waiting: list[Seq] = []  # both sorted by Seq.order
+        self._patience_s = patience_s
+        self._waiting: list[Seq] = []  # both sorted by Seq.turn
         self._running: list[Seq] = []
         self._wanted = Wanted()  # blocks that these two still have to compute
         self.num_preemptions = 0
@@ -76,7 +92,9 @@ class Scheduler:
         return waiting + running - self._wanted.num_free * self._block_size
 
     def add(self, seq: Seq) -> None:
-        self._wait(seq)
+        self._expect(seq)
+        seq.rank = seq.arrived_at + self._patience_s(len(seq.ids) - seq.expected_cached)
+        insort(self._waiting, seq, key=_turn)
 
     def remove(self, seq: Seq) -> None:
         """Forget a sequence, wherever it is, and give its blocks back."""
@@ -97,7 +115,7 @@ class Scheduler:
         )  # else the next one admitted would take back what was just taken away
         ongoing = [seq for seq in self._running if seq.prefilling]
         for others, seq in zip(reversed(range(len(ongoing))), ongoing, strict=True):
-            if may_admit and self._waiting and self._waiting[0].priority < seq.priority:
+            if may_admit and self._waiting and self._waiting[0].urgency < seq.urgency:
                 admitted = self._admit(budget - others - 1, before=seq)
                 budget -= sum(piece.num_tokens for piece in admitted)
                 slices += admitted
@@ -148,19 +166,20 @@ class Scheduler:
     def _preempt(self, seq: Seq) -> None:
         self._running.remove(seq)
         self._release(seq)
-        self._wait(seq)
+        self._expect(seq)
+        insort(self._waiting, seq, key=_turn)
         self.num_preemptions += 1
 
     def _admit(self, budget: int, before: Seq | None = None) -> list[Slice]:
-        """Start waiting ones with at most so many tokens; `before`: only those of a higher priority than this one's."""
+        """Start waiting ones with at most so many tokens; `before`: only those that are more urgent than this one."""
         slices: list[Slice] = []
         ongoing = [seq for seq in self._running if seq.prefilling]
         filling = {self._filling_key(seq) for seq in ongoing}
-        room = self._prefills_per_step - sum(before is None or seq.order < before.order for seq in ongoing)
+        room = self._prefills_per_step - sum(before is None or seq.turn < before.turn for seq in ongoing)
         for seq in self._waiting[: self._max_num_seqs + _LOOK_AHEAD]:
             if budget <= 0 or room <= 0 or len(self._running) == self._max_num_seqs:
                 break
-            if before is not None and seq.priority >= before.priority:
+            if before is not None and seq.urgency >= before.urgency:
                 break
             matched = self._look(seq)
             if self._wanted_key(seq, matched) in filling:
@@ -201,7 +220,7 @@ class Scheduler:
             seq.cached_tokens = min(seq.num_computed, most)
             self.num_prompt_tokens += seq.prompt_len
             self.num_cached_tokens += seq.cached_tokens
-        insort(self._running, seq, key=lambda other: other.order)
+        insort(self._running, seq, key=_turn)
         return True
 
     def _release(self, seq: Seq) -> None:
@@ -210,12 +229,12 @@ class Scheduler:
         seq.table = []
         seq.num_computed = seq.num_sealed = seq.prefill_end = 0
 
-    def _wait(self, seq: Seq) -> None:
+    def _expect(self, seq: Seq) -> None:
+        """It will wait: count what is to compute for it."""
         self._has(seq, len(seq.names))
         seq.names = block_names(seq.packed(0, seq.num_readable), seq.root.name, self._block_size)
         seq.num_had = len(seq.names)
         self._look(seq)
-        insort(self._waiting, seq, key=lambda other: other.order)
 
     def _look(self, seq: Seq) -> list[Block]:
         """What the cache holds of the ids that may be read from it, of one that waits."""

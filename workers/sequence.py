@@ -40,8 +40,12 @@ class Seq:
     prompt_len: int
     sampling: Sampling
     order: tuple[int, int]
-    """(priority, number of arrival): a smaller one runs sooner and is preempted later."""
+    """(priority, number of arrival)."""
+    arrived_at: float = 0.0
+    """On the engine's clock."""
 
+    rank: float = 0.0
+    """Its place within its priority, on the engine's clock: when it came, and the later the more it had to compute then."""
     blocks: list[Block] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
     """The indices of `blocks`, kept beside them because every step hands them to the runner."""
@@ -70,8 +74,14 @@ class Seq:
     """Of the prompt's tokens from the second on, as far as they are computed, where the request asked for them."""
 
     @property
-    def priority(self) -> int:
-        return self.order[0]
+    def urgency(self) -> tuple[int, float]:
+        """A smaller one need not wait for a larger one's prefill to end."""
+        return self.order[0], self.rank
+
+    @property
+    def turn(self) -> tuple[int, float, int]:
+        """A smaller one runs sooner and is preempted later."""
+        return self.order[0], self.rank, self.order[1]
 
     @property
     def num_readable(self) -> int:

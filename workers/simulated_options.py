@@ -15,7 +15,7 @@ from workers.client import InProcessEngineClient
 from workers.faults import KINDS, Fault, parse_fault
 from workers.faulty import FaultyReplica
 from workers.presets import PRESETS, Preset
-from workers.protocol import EngineInfo
+from workers.protocol import PATIENCE, EngineInfo
 from workers.server import ReplicaApp
 from workers.simulated import SimulatedRunner, TimeModel, engine_over, simulated_info
 
@@ -81,7 +81,13 @@ class SimulatedOptions:
         return dataclasses.replace(self._preset.time_model, **changes)
 
     def info(
-        self, *, model: str, kv_memory: int | None, max_num_seqs: int | None, max_model_len: int | None
+        self,
+        *,
+        model: str,
+        kv_memory: int | None,
+        max_num_seqs: int | None,
+        max_model_len: int | None,
+        patience: float = PATIENCE,
     ) -> EngineInfo:
         if self.kv_tokens is not None and kv_memory is not None:
             raise click.UsageError("--kv-tokens and --kv-memory say the same in two units; give one")
@@ -92,7 +98,10 @@ class SimulatedOptions:
             raise click.UsageError(f"--kv-memory holds no block of {BLOCK_SIZE * KV_BYTES_PER_TOKEN} bytes")
         sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
         return simulated_info(
-            model=model, kv_tokens=kv_tokens, **{name: size for name, size in sizes.items() if size is not None}
+            model=model,
+            kv_tokens=kv_tokens,
+            patience=patience,
+            **{name: size for name, size in sizes.items() if size is not None},
         )
 
     def build(self, info: EngineInfo, number: int) -> SimulatedReplica:

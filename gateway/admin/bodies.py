@@ -406,6 +406,7 @@ class CandidateBody(msgspec.Struct, frozen=True, kw_only=True):
     trust: Trusted
     inflight: int
     away_s: float
+    delayed: int
 
 
 class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -483,4 +484,5 @@ def _candidate_body(candidate: Candidate) -> CandidateBody:
         trust=candidate.trust.value,
         inflight=candidate.inflight,
         away_s=candidate.away_s,
+        delayed=candidate.delayed,
     )

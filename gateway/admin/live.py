@@ -51,13 +51,22 @@ class RateMeter:
 
     def __init__(self) -> None:
         self._slots = [(0, 0, 0)] * _WINDOW_S  # second, requests, of those failed
+        self.requests = 0
+        """All there ever were, as `failures`."""
+        self.failures = 0
 
     def count(self, failed: bool, now: float) -> None:
+        self.add(1, failed, now)
+
+    def add(self, new_requests: int, new_failures: int, now: float) -> None:
+        """So many that have ended about now, and how many of them failed."""
+        self.requests += new_requests
+        self.failures += new_failures
         second = int(now)
         at, requests, failures = self._slots[second % _WINDOW_S]
         if at != second:
             requests = failures = 0
-        self._slots[second % _WINDOW_S] = (second, requests + 1, failures + failed)
+        self._slots[second % _WINDOW_S] = (second, requests + new_requests, failures + new_failures)
 
     def per_s(self, now: float) -> tuple[float, float]:
         """Requests and failures a second. The second that has begun is left out until it is over."""

@@ -190,9 +190,12 @@ class Bus:
         self._send(process, outbox, _datagrams(outbox.take()))
 
     def _send(self, process: int, outbox: Outbox, packed: Iterable[Sequence[Message]]) -> None:
-        """What there is no room for is kept."""
+        """To one that is not behind. What there is no room for is kept; once that makes it fall behind, the rest is dropped."""
         is_full = False
         for messages in packed:
+            if outbox.is_behind:
+                outbox.dropped += len(messages)
+                continue
             is_full = is_full or not self._try_send(process, outbox, messages)
             if is_full and not outbox.is_behind:
                 outbox.keep(messages)

@@ -11,7 +11,9 @@ decisions  to the process     ''                         list of `DecisionBody`
 stop       to the process     '' (post)                  twice: without waiting for answers that run
 unready    to the supervisor  why, '' when ready (post)
 ledger     to the supervisor  `gateway.limits.link`      a verdict; as a post none
-queued     to the supervisor  how many requests wait there (post)
+in_flight  to the supervisor  how many requests are answered there (post)
+queued     to the supervisor  how many of them wait for a replica (post)
+ended      to the supervisor  `Ended` (post)
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from gateway.settings import Settings
 
 __all__ = [
     "DECISIONS",
+    "ENDED",
     "FAMILIES",
     "IDS",
     "MEMBERS",
+    "Ended",
     "Start",
     "decode_start",
     "encode",
@@ -57,9 +61,17 @@ class Start(msgspec.Struct, frozen=True):
     """and those whose caches it knows."""
 
 
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """Requests that ended in a process, all that it ever had."""
+
+    requests: int = 0
+    failures: int = 0
+
+
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(Start).decode
 MEMBERS = msgspec.msgpack.Decoder(list[Member])
+ENDED = msgspec.msgpack.Decoder(Ended)
 IDS = msgspec.msgpack.Decoder(list[int])
 FAMILIES = msgspec.msgpack.Decoder(list[Family])
 DECISIONS = msgspec.msgpack.Decoder(list[DecisionBody])

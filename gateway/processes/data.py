@@ -26,7 +26,7 @@ from gateway.planes.data import DataPlane, build_data_plane, client_server
 from gateway.planes.knowledge import Knowledge, build_knowledge, unready
 from gateway.processes.bus import Bus
 from gateway.processes.channel import Channel, ChannelClosed
-from gateway.processes.control import IDS, MEMBERS, Start, decode_start, encode, settings_of
+from gateway.processes.control import IDS, MEMBERS, Ended, Start, decode_start, encode, settings_of
 from gateway.processes.members import Member, Membership
 from gateway.processes.merged_metrics import families_of
 from gateway.processes.messages import Batch, Crashed, HomeMade, Message
@@ -174,10 +174,21 @@ class _DataProcess:
         exact = {view.id for view in views if view.trust is Trust.EXACT}
         return healthy.issuperset(self._start.healthy) and exact.issuperset(self._start.exact)
 
+    def _news(self) -> dict[str, bytes]:
+        """By topic."""
+        plane = self.plane
+        plane.endings.tell()
+        return {
+            "unready": self.unready().encode(),
+            "in_flight": b"%d" % plane.public.in_flight,
+            "queued": b"%d" % len(plane.admission),
+            "ended": encode(Ended(plane.rates.requests, plane.rates.failures)),
+        }
+
     async def _tell_news(self, tell: Callable[[str, bytes], None]) -> None:
         told: dict[str, bytes] = {}
         while True:
-            news = {"unready": self.unready().encode(), "queued": b"%d" % len(self.plane.admission)}
+            news = self._news()
             for topic, value in news.items():
                 if told.get(topic) != value:
                     tell(topic, value)

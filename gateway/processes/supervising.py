@@ -8,7 +8,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gateway.admin.bodies import RequestRates
@@ -21,10 +21,10 @@ from gateway.limits import Ledger, LedgerServer
 from gateway.planes.control import build_control_plane
 from gateway.planes.knowledge import build_knowledge, unready
 from gateway.processes.bus import SUPERVISOR, Bus
-from gateway.processes.control import Start, encode, settings_bytes
+from gateway.processes.control import ENDED, Ended, Start, encode, settings_bytes
 from gateway.processes.members import members_of
 from gateway.processes.merged_metrics import families_of
-from gateway.processes.messages import Batch, Finished, Message
+from gateway.processes.messages import Batch, Message
 from gateway.processes.shared_router import SharedRouter
 from gateway.processes.supervisor import Supervisor, announcing
 from gateway.reloader import SettingsSource
@@ -32,9 +32,9 @@ from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limi
 from gateway.serving import bound, listening, make_server, spare_collections
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry, render
-from router import Outcome, ReplicaView, Trust
+from router import ReplicaView, Trust
 
-__all__ = ["run_supervisor"]
+__all__ = ["counting", "run_supervisor"]
 
 _log = logging.getLogger("warmpath.gateway")
 
@@ -95,7 +95,10 @@ class _Supervising:
             start_of=self._start_of,
             state=self._state,
             on_processes=self._on_processes,
-            asked=lambda process: {"ledger": lambda message: ledger.handle(str(process), message)},
+            asked=lambda process: {
+                "ledger": lambda message: ledger.handle(str(process), message),
+                "ended": counting(self._meter, self._clock),
+            },
             on_gone=lambda process: ledger.forget(str(process)),
         )
         insight = Insight(
@@ -166,19 +169,30 @@ class _Supervising:
         now = self._clock()
         for message in batch.messages:
             self._router.hear(batch.process, message, now)
-            if isinstance(message, Finished):
-                self._meter.count(message.outcome is Outcome.FAILED, now)
 
     def _tell_open(self) -> list[Message]:
         self._router.drop_silent(self._clock())
         return self._router.open_numbers()
 
     def _rates(self) -> RequestRates:
-        """By what the processes tell of replicas: tries, rather than requests."""
-        in_flight = sum(view.inflight for view in self._router.replicas())
-        return RequestRates(in_flight, self._supervisor.queued(), *self._meter.per_s(self._clock()))
+        per_s = self._meter.per_s(self._clock())
+        return RequestRates(self._supervisor.in_flight(), self._supervisor.queued(), *per_s)
 
     async def _metrics(self, replicas: Sequence[ReplicaView]) -> bytes:
         merged, now = await self._supervisor.take_metrics(), self._clock()
         merged.take("supervisor", families_of(self._telemetry.families(0)))
         return await asyncio.to_thread(lambda: render(merged.families(), replicas, now))
+
+
+def counting(meter: RateMeter, clock: Callable[[], float]) -> Callable[[bytes], bytes]:
+    """What hears one process's `Ended` from its start on, and counts what is new of it."""
+    known = Ended()
+
+    def hear(message: bytes) -> bytes:
+        nonlocal known
+        told = ENDED.decode(message)
+        meter.add(told.requests - known.requests, told.failures - known.failures, clock())
+        known = told
+        return b""
+
+    return hear

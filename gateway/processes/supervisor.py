@@ -70,8 +70,10 @@ class _Child:
     serves: bool = False
     """Whether it takes connections."""
     unready: str = "A process starts."
+    in_flight: int = 0
+    """Requests that are answered there."""
     queued: int = 0
-    """Requests that wait there for a replica."""
+    """Those of them that wait for a replica."""
     answered_at: float = 0.0
 
     @property
@@ -267,6 +269,7 @@ class Supervisor:
             hears={
                 **asked,
                 "unready": lambda reason: setattr(child, "unready", reason.decode()),
+                "in_flight": lambda number: setattr(child, "in_flight", int(number)),
                 "queued": lambda number: setattr(child, "queued", int(number)),
             },
         )
@@ -328,6 +331,10 @@ class Supervisor:
         if not serving or not self._was_whole:
             return "The processes start."
         return next((child.unready for child in serving if child.unready), None)
+
+    def in_flight(self) -> int:
+        """Requests that are answered, of all processes."""
+        return sum(child.in_flight for child in self._serving)
 
     def queued(self) -> int:
         """Requests that wait for a replica, of all processes."""

@@ -153,7 +153,7 @@ class Connection(asyncio.Protocol):
         if self._refusal is not None or self._stage is _Stage.LINGER:
             return
         if self._owed_bytes:
-            data = self._take_owed(data)
+            data = data[self._take_owed(data) :]
         elif self._known is not None and self._is_between_requests:
             data = self._take_known(self._known, data)
         if not data:
@@ -261,17 +261,18 @@ class Connection(asyncio.Protocol):
         self._body_bytes = 0
         self._owed_bytes = length
         self._start(cycle)
-        return self._take_owed(data[begin:])
+        if begin < len(data):
+            self._take_owed(memoryview(data)[begin:])  # may be long, and is copied when the body is whole
+        return b""
 
-    def _take_owed(self, data: bytes) -> bytes:
-        """The next piece of the body. Returns what is behind it."""
-        owed = self._owed_bytes
-        if data:
-            self.on_body(data[:owed])
-        self._owed_bytes -= min(owed, len(data))
+    def _take_owed(self, data: bytes | memoryview) -> int:
+        """The next piece of the body. Returns how much of `data` it was."""
+        piece = data[: self._owed_bytes]
+        self._owed_bytes -= len(piece)
+        self.on_body(piece)
         if not self._owed_bytes:
             self.on_message_complete()
-        return data[owed:]
+        return len(piece)
 
     # --- the parser
 
@@ -354,7 +355,7 @@ class Connection(asyncio.Protocol):
         if self._num_chunks > _MAX_SMALL_CHUNKS + self._body_bytes // _SMALL_CHUNK_BYTES:
             raise ApiError(400, "chunks_too_small", "The request's body comes in too many small chunks.")
 
-    def on_body(self, data: bytes) -> None:
+    def on_body(self, data: bytes | memoryview) -> None:
         self._unaccounted_bytes = 0
         cycle = self._receiving
         if cycle is None:

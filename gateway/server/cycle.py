@@ -106,7 +106,7 @@ class Cycle:
         self._is_http11 = scope["http_version"] == "1.1"
         # The request.
         self._announced_bytes = announced_bytes
-        self._body: list[bytes] = []
+        self._body: list[bytes | memoryview] = []
         self.waiting_bytes = 0
         """Of the body, that the app has not taken. Counted, since a body may come in chunks of one byte."""
         self.most_waiting_bytes = HIGH_WATER_BYTES
@@ -135,7 +135,7 @@ class Cycle:
         """Whether the request has arrived whole."""
         return self._body_ended
 
-    def feed_body(self, data: bytes) -> None:
+    def feed_body(self, data: bytes | memoryview) -> None:
         if not self._answered:
             self._body.append(data)
             self.waiting_bytes += len(data)
@@ -190,7 +190,7 @@ class Cycle:
 
     def _take_body(self) -> bytes:
         """What is here of it."""
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        body = bytes(self._body[0]) if len(self._body) == 1 else b"".join(self._body)
         self._drop_body()
         self._body_taken = self._body_ended
         return body

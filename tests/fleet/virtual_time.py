@@ -39,7 +39,7 @@ from router.fair_queue import Entry, Priority
 from router.wire import Frame, FrameDecoder, Hello, ReplicaSpec
 from workers.engine import Engine
 from workers.events import EventLog, LoadThrottle
-from workers.protocol import EngineInfo, Sampling, StepReport, Submit
+from workers.protocol import PATIENCE, EngineInfo, Sampling, StepReport, Submit
 from workers.simulated import SimulatedRunner, engine_over, simulated_info
 
 REPLICAS: Final = 8
@@ -55,6 +55,7 @@ class Figures:
     ttft_p50: float
     ttft_p90: float
     ttft_mean: float
+    ttft_max: float
     prefill_imbalance: float
     """Prompt tokens computed by the replica that computed most, over the mean."""
     last_first_s: float = 0.0
@@ -101,13 +102,15 @@ class VirtualFleet:
         queue: GateSettings | None = None,
         tenant_of: Callable[[Request], str] = lambda request: "",
         priorities: bool = True,
+        patience: float = PATIENCE,
         router: Router | None = None,
         gateways: int = 1,
         decide_s: float = 0.0,
         frame_s: float = 0.0,
     ) -> None:
-        """`priorities`: whether replicas are told them, as own ones are. `gateways` take the requests in turn, each one request
-        after the other, `decide_s` for each; what a replica tells is heard `frame_s` later.
+        """`priorities`: whether replicas are told them, as own ones are. `patience`: of the replicas (`router.wire.Hello`).
+        `gateways` take the requests in turn, each one request after the other, `decide_s` for each; what a replica tells is
+        heard `frame_s` later.
         """
         self._gateways = gateways
         self._decide_s = decide_s
@@ -116,7 +119,7 @@ class VirtualFleet:
         self._workload = workload
         self._draw = random.Random(seed)
         self._router = Router(settings) if router is None else router
-        self._info = simulated_info(kv_tokens=workload.kv_tokens)
+        self._info = simulated_info(kv_tokens=workload.kv_tokens, patience=patience)
         self._gate = None if queue is None else Gate(self._router, self._info.model, queue)
         self._tenant_of = tenant_of
         self._priorities = priorities
@@ -329,6 +332,7 @@ class VirtualFleet:
             ttft_p50=ttft_ms[len(ttft_ms) // 2],
             ttft_p90=ttft_ms[len(ttft_ms) * 9 // 10],
             ttft_mean=sum(ttft_ms) / len(ttft_ms),
+            ttft_max=ttft_ms[-1],
             prefill_imbalance=max(computed) * REPLICAS / sum(computed),
             last_first_s=max(asked.first_at for asked in counted if asked.first_at is not None),
             dropped=sum(tenant in (None, asked.tenant) for asked in self._dropped),
@@ -350,6 +354,7 @@ def _hello(info: EngineInfo) -> Hello:
         numerics=info.numerics,
         capacity_blocks=info.num_blocks,
         max_num_seqs=info.max_num_seqs,
+        patience=info.patience,
         started_at=0.0,
     )
 
@@ -361,6 +366,7 @@ def _hello(info: EngineInfo) -> Hello:
 @click.option("--seeds", default=1, show_default=True, help="How many seeds to run each with.")
 @click.option("--queue", is_flag=True, help="Each both with and without the queue before the fleet.")
 @click.option("--ahead-s", type=float, help="Of the queue; by default its own.")
+@click.option("--patience", default=PATIENCE, show_default=True, help="Of replicas; 0: first come, first served.")
 @click.option("--w-per-wait-s", type=float, help="Of the policy `cost`; by default the router's own.")
 def main(
     workload: str,
@@ -369,6 +375,7 @@ def main(
     seeds: int,
     queue: bool,
     ahead_s: float | None,
+    patience: float,
     w_per_wait_s: float | None,
 ) -> None:
     """Compare policies in virtual time. About 10 s a run."""
@@ -380,12 +387,13 @@ def main(
             made = make_workload(workload, load=load, seed=seed)
             with_queue = GateSettings() if ahead_s is None else GateSettings(ahead_s=ahead_s)
             for gate in (None, with_queue) if queue else (None,):
-                found = VirtualFleet(made, RoutingSettings(**options), seed=seed, queue=gate).run()
+                fleet = VirtualFleet(made, RoutingSettings(**options), seed=seed, queue=gate, patience=patience)
+                found = fleet.run()
                 click.echo(
                     f"{workload} {load}x seed {seed} {policy:24} {'queue' if gate is with_queue else '     '} "
                     f"hit {found.hit_of_ideal:.3f}  TTFT p50 {found.ttft_p50:,.0f} p90 {found.ttft_p90:,.0f} mean "
-                    f"{found.ttft_mean:,.0f} ms  imbalance {found.prefill_imbalance:.2f}  last first token "
-                    f"{found.last_first_s:.1f} s  most queued {found.most_queued}  dropped {found.dropped}"
+                    f"{found.ttft_mean:,.0f} max {found.ttft_max:,.0f} ms  imbalance {found.prefill_imbalance:.2f}  "
+                    f"last first token {found.last_first_s:.1f} s  most queued {found.most_queued}  dropped {found.dropped}"
                 )
 
 

@@ -120,6 +120,7 @@ class _Gateway:
         return {
             "parse": lambda: parse_request("/v1/chat/completions", body, open_access=False),
             "decode messages": request.fields,
+            "prepare": lambda: self.preparer.prepare_now(request, self.pool, "salt"),
             "render": lambda: self.prompter.render_chat(fields, now),
             "tokenize": lambda: self.prompter.pack_text(text),
             "names": lambda: cache.names(packed, root),

@@ -1126,6 +1126,7 @@ async def test_explain_shows_every_candidate_and_the_reason(admin: Admin) -> Non
                 "trust": "exact",
                 "inflight": 3,
                 "away_s": 0.0,
+                "delayed": 0,
             }
         ],
     }

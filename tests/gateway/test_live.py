@@ -17,6 +17,8 @@ from gateway.admin import live as live_module
 from gateway.admin.bodies import ReplicaBody, RequestRates
 from gateway.admin.live import Live, RateMeter, ServerSentEvents
 from gateway.api_error import ApiError
+from gateway.processes.control import Ended, encode
+from gateway.processes.supervising import counting
 from tests.gateway.stub import Running, gateway, says, stub
 from tests.serving import eventually
 
@@ -218,6 +220,22 @@ def test_a_rate_is_that_of_the_last_whole_seconds() -> None:
     assert meter.per_s(130.0) == pytest.approx((10.0, 10 / 3), abs=0.05)
     assert meter.per_s(135.5)[0] == pytest.approx(10 * 4 / 9)
     assert meter.per_s(1000.0) == (0.0, 0.0)
+
+
+def test_a_process_that_tells_its_totals_is_counted_once_from_its_start_on() -> None:
+    meter, now = RateMeter(), 100.0
+    one, other = counting(meter, lambda: now), counting(meter, lambda: now)
+
+    one(encode(Ended(9, 0)))
+    one(encode(Ended(9, 0)))
+    other(encode(Ended(9, 3)))
+    now = 101.0
+    one(encode(Ended(18, 6)))
+    restarted = counting(meter, lambda: now)
+    restarted(encode(Ended(9, 0)))
+
+    assert meter.per_s(102.0) == (4.0, 1.0)
+    assert (meter.requests, meter.failures) == (36, 9)
 
 
 # --- over real sockets

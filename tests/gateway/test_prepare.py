@@ -223,6 +223,17 @@ async def test_what_would_hold_the_loop_for_long_is_done_in_a_thread(
     assert (threads == {threading.current_thread().name}) == (messages == 1)
 
 
+@pytest.mark.parametrize("pool", [TEXT, TOKENS], ids=["text", "tokens"])
+async def test_what_takes_little_time_is_prepared_without_waiting(executor: ThreadPoolExecutor, pool: Pool) -> None:
+    prompters = Prompters()
+    await prompters.load(FILES)
+    preparer = Preparer(prompters, executor)
+    short, long = (request(messages=[{"role": "user", "content": "x"}] * number) for number in (1, 2_000))
+
+    assert preparer.try_prepare(short, pool, "s") == await preparer.prepare(short, pool, "s")
+    assert preparer.try_prepare(long, pool, "s") is None
+
+
 async def test_several_prompts_are_routed_by_the_first_and_tokenized_by_the_replica(
     executor: ThreadPoolExecutor,
 ) -> None:

@@ -19,8 +19,9 @@ def entry(
     weight: float = 1.0,
     priority: Priority = Priority.DEFAULT,
     deadline: float = 100.0,
+    rank: float = 0.0,
 ) -> Entry[int]:
-    return Entry(item, tenant, weight, priority, work, deadline)
+    return Entry(item, tenant, weight, priority, work, deadline, rank)
 
 
 works = st.integers(1, 1000)
@@ -238,3 +239,23 @@ class Against(RuleBasedStateMachine):
 
 TestAgainst = Against.TestCase
 TestAgainst.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+
+
+def test_within_a_tenant_the_least_rank_goes_first_and_of_equals_who_came_first() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    gone, *entries = [entry(item=item, rank=rank) for item, rank in enumerate((0.0, 4.0, 1.0, 1.0))]
+    for each in (gone, *entries):
+        queue.push(each)
+
+    queue.remove(gone)
+
+    assert [queue.pop(1).item for _ in range(3)] == [2, 3, 1]
+
+
+def test_one_tenants_short_ones_do_not_pass_another_tenants_turn() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    for _ in range(4):
+        queue.push(entry("a", rank=-1.0))
+    queue.push(entry("b", rank=100.0))
+
+    assert "b" in [queue.pop(10).tenant for _ in range(2)]

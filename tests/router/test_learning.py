@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 from typing import cast
 
 import msgspec
@@ -39,6 +40,15 @@ def test_answers_that_tell_nothing_of_a_text_teach_nothing(num_bytes: int, token
 
     assert not density.learn(num_bytes, tokens)
     assert density.bytes_per_token == 4.0
+
+
+@given(st.lists(st.integers(100, 900), min_size=1, max_size=100))
+def test_density_is_the_median_of_the_last_answers(prompt_tokens: list[int]) -> None:
+    density = Density(4.0)
+    for tokens in prompt_tokens:
+        assert density.learn(1000, tokens)
+
+    assert density.bytes_per_token == median([1000 / tokens for tokens in prompt_tokens[-31:]])
 
 
 @given(st.lists(st.tuples(counts, counts)))

@@ -1,5 +1,6 @@
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -123,6 +124,52 @@ def test_cost_is_wait_plus_w_times_own_work() -> None:
     assert decision.w == 9.0
     assert near.cost_s == pytest.approx(1.0 + 9.0 * near.own_s)
     assert decision.replica_id == "r0"
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_but_what_it_delays_counts() -> None:
+    router = own_fleet(2, patience=1.0)
+    for number, asked in enumerate((query(tokens(1, 16_000)), query(tokens(2, 16_000)))):
+        send(router, asked, request_id=f"long{number}")
+    send(router, query(tokens(3, 8_000)), 0.5, request_id="middle")
+    lighter, heavier = sorted(("r0", "r1"), key=lambda each: view(router, each).promised_tokens)
+
+    found = {each.replica: each for each in decide(router, query(tokens(4, 800)), 1.0).candidates}
+
+    assert (found[lighter].wait_s, found[heavier].wait_s) == (0.0, 0.0)
+    assert (found[lighter].delayed, found[heavier].delayed) == (1, 2)
+    assert found[heavier].cost_s == pytest.approx(3 * found[heavier].own_s)
+
+
+def test_a_long_prompt_waits_for_those_that_came_before_it() -> None:
+    router = own_fleet(1, patience=1.0)
+    send(router, query(tokens(1, 4_000)), request_id="first")
+
+    (found,) = decide(router, query(tokens(2, 4_000)), 0.1).candidates
+
+    assert found.wait_s == pytest.approx(0.4)
+    assert found.delayed == 0
+
+
+@pytest.mark.parametrize("fleet", [own_fleet, foreign_fleet])
+def test_a_replica_that_computes_in_order_of_arrival_is_waited_for(fleet: Callable[[int], Router]) -> None:
+    router = fleet(1)
+    send(router, query(tokens(1, 16_000)), request_id="long")
+
+    (found,) = decide(router, query(tokens(2, 800)), 1.0).candidates
+
+    assert found.wait_s == pytest.approx(1.0)
+    assert found.delayed == 0
+
+
+@pytest.mark.parametrize("patience", [-1.0, float("nan"), float("inf")])
+def test_a_patience_that_cannot_be_is_none(patience: float) -> None:
+    router = own_fleet(1, patience=patience)
+    send(router, query(tokens(1, 16_000)), request_id="long")
+
+    (found,) = decide(router, query(tokens(2, 800)), 1.0).candidates
+
+    assert found.wait_s == pytest.approx(1.0)
+    assert found.delayed == 0
 
 
 def test_w_looks_only_at_replicas_that_may_be_used() -> None:

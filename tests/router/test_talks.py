@@ -372,8 +372,8 @@ def test_a_talk_too_large_for_any_request_is_told_by_its_parts() -> None:
 
 @pytest.mark.parametrize("model", MODELS[:2])
 def test_ids_of_recorded_chats_are_the_same_wherever_they_are_cut(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.talks._MIN_BYTES", 1)
-    monkeypatch.setattr("router.talks._PLACES", [1])
+    monkeypatch.setattr("router.known_talks._MIN_BYTES", 1)
+    monkeypatch.setattr("router.known_talks._PLACES", [1])
     recorded = golden_prompter(model, native=True)
     continued = 0
     for case in golden(model)["cases"]:

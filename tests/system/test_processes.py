@@ -287,6 +287,25 @@ async def test_a_dashboard_sees_what_all_processes_do(served: Served) -> None:
                     break
 
 
+async def test_a_dashboard_counts_requests_that_no_replica_saw(served: Served) -> None:
+    url, headers = f"{served.admin_url}/admin/v1/events", {"authorization": f"Bearer {ADMIN_KEY}"}
+    stranger = {"authorization": "Bearer wp-nobody"}
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=20) as watcher,
+        served.client() as client,
+        watcher.stream("GET", url, headers=headers) as events,
+        asyncio.timeout(40),
+    ):
+        lines = (line.removeprefix("data: ") async for line in events.aiter_lines() if line.startswith("data: "))
+        while json.loads(await anext(lines))["requests"]["per_s"]:
+            pass  # those of other tests are forgotten after ten seconds
+        answers = [await client.post("/v1/chat/completions", headers=stranger) for _ in range(9)]
+        while json.loads(await anext(lines))["requests"]["per_s"] < 1:
+            pass
+
+    assert {answer.status_code for answer in answers} == {401}
+
+
 async def test_a_burst_of_one_new_prefix_goes_to_one_replica(served: Served) -> None:
     together = 0
     for _ in range(3):  # a process that gets no turn hears of the first one too late

@@ -20,13 +20,21 @@ SIZE = 4
 class Bench:
     """A scheduler and its pool, and a model that says one new id after the other."""
 
-    def __init__(self, *, num_blocks: int = 64, max_num_seqs: int = 8, token_budget: int = 100) -> None:
+    def __init__(
+        self, *, num_blocks: int = 64, max_num_seqs: int = 8, token_budget: int = 100, patience: float = 0.0
+    ) -> None:
+        """A prompt lets shorter ones pass for `patience` seconds a token."""
         self.pool = BlockPool(num_blocks, SIZE, lambda salt: root_name(model="m", salt=salt))
-        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, token_budget=token_budget)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            token_budget=token_budget,
+            patience_s=lambda num_tokens: patience * num_tokens,
+        )
         self.seqs: list[Seq] = []
         self._next_id = 1_000_000
 
-    def add(self, ids: Sequence[int], *, priority: int = 0) -> Seq:
+    def add(self, ids: Sequence[int], *, priority: int = 0, at: float = 0.0) -> Seq:
         seq = Seq(
             rid=len(self.seqs),
             root=self.pool.root(""),
@@ -34,6 +42,7 @@ class Bench:
             prompt_len=len(ids),
             sampling=Sampling(max_tokens=100),
             order=(priority, len(self.seqs)),
+            arrived_at=at,
         )
         self.seqs.append(seq)
         self.scheduler.add(seq)
@@ -77,6 +86,48 @@ def test_an_urgent_prompt_goes_before_an_ongoing_prefill_of_lower_priority() -> 
     assert bench.step() == [(1, 5), (0, 5)]
     assert bench.step() == [(1, 1), (0, 9)]
     assert bench.step() == [(1, 1), (0, 5), (2, 3)]
+
+
+def test_a_short_prompt_passes_a_long_one_that_has_begun() -> None:
+    bench = Bench(token_budget=10, patience=1.0)
+    bench.add(distinct(30, 0), at=0.0)
+    assert bench.step() == [(0, 10)]
+    bench.add(distinct(14, 1), at=1.0)
+    bench.add(distinct(3, 2), at=2.0)
+
+    assert bench.step() == [(2, 3), (1, 6), (0, 1)]
+    assert bench.step() == [(2, 1), (1, 8), (0, 1)]
+    assert bench.step() == [(2, 1), (1, 1), (0, 8)]
+
+
+def test_a_long_prompt_lets_none_pass_that_come_after_its_patience() -> None:
+    bench = Bench(token_budget=10, patience=1.0)
+    bench.add(distinct(30, 0), at=0.0)
+    bench.step()
+    bench.add(distinct(3, 1), at=28.0)
+
+    assert bench.step() == [(0, 10)]
+    assert bench.step() == [(0, 10), (1, 0)][:1]
+    assert bench.step() == [(0, 1), (1, 3)]
+
+
+def test_what_the_cache_has_does_not_make_a_prompt_long() -> None:
+    bench = Bench(token_budget=40, patience=1.0)
+    bench.add(distinct(33, 0))
+    bench.step()
+    bench.scheduler.remove(bench.seqs[0])
+    bench.add(distinct(10, 1))
+    bench.add(distinct(36, 0))
+
+    assert bench.step() == [(2, 4), (1, 10)]
+
+
+def test_patience_does_not_overrule_a_priority() -> None:
+    bench = Bench(token_budget=10, patience=1.0)
+    bench.add(distinct(30, 0), priority=0)
+    bench.add(distinct(3, 1), priority=1)
+
+    assert bench.step() == [(0, 10)]
 
 
 def test_an_urgent_prefill_does_not_stop_those_who_generate() -> None:
@@ -220,11 +271,12 @@ def test_only_so_many_held_requests_are_looked_at_in_a_step() -> None:
     num_blocks=st.integers(9, 20),
     token_budget=st.integers(1, 20),
     max_num_seqs=st.integers(1, 5),
+    patience=st.sampled_from([0.0, 1.0]),
 )
 def test_every_step_runs_all_that_were_admitted_within_its_bounds(
-    arrivals: list[tuple[int, int, int]], num_blocks: int, token_budget: int, max_num_seqs: int
+    arrivals: list[tuple[int, int, int]], num_blocks: int, token_budget: int, max_num_seqs: int, patience: float
 ) -> None:
-    bench = Bench(num_blocks=num_blocks, token_budget=token_budget, max_num_seqs=max_num_seqs)
+    bench = Bench(num_blocks=num_blocks, token_budget=token_budget, max_num_seqs=max_num_seqs, patience=patience)
     for number, (length, priority, _) in enumerate(arrivals):
         bench.add(distinct(length, number % 3), priority=priority)
     while bench.scheduler.has_work():
@@ -233,7 +285,7 @@ def test_every_step_runs_all_that_were_admitted_within_its_bounds(
         assert sum(count for _, count in ran) <= token_budget
         assert all(count > 0 for _, count in ran)
         assert sorted(rid for rid, _ in ran) == [seq.rid for seq in bench.seqs if seq.blocks]
-        unfinished = [seq.priority for seq in bench.seqs if seq.prefilling]
+        unfinished = [seq.urgency for seq in bench.seqs if seq.prefilling]
         assert len(unfinished) == len(set(unfinished))
         assert bench.scheduler.num_running <= max_num_seqs
         for seq, (_, _, max_tokens) in zip(bench.seqs, arrivals, strict=True):

@@ -130,6 +130,21 @@ async def test_a_peer_that_reads_nothing_for_a_while_gets_all_of_it_in_order(tmp
     assert took == [Answered(number, 1.0) for number in range(600)]
 
 
+async def test_of_what_a_peer_that_is_not_there_should_get_every_message_is_counted(tmp_path: Path) -> None:
+    one = Ear(tmp_path, 1)
+    said = [begun(number, names=5_000) for number in range(4)]
+    async with joined(one):
+        one.bus.set_peers([1, 2])
+        one.bus._peers[2].is_behind = False  # it was there a moment ago
+
+        for message in said:
+            one.bus._messages.append(message)
+        one.bus._flush()
+
+        assert len(list(_datagrams(said))) > 1
+        assert one.bus.dropped == len(said)
+
+
 async def test_one_that_stays_behind_costs_bounded_memory_and_is_told_anew(tmp_path: Path) -> None:
     one = Ear(tmp_path, 1, opened=[begun(12345)])
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
