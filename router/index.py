@@ -12,7 +12,7 @@ Operations and their cost, for a prompt of n blocks and R replicas:
 A dict maps a name to a bit mask of replicas (in `_SHARDS` parts, because one of 500,000 names takes 15 ms to grow); beside it
 each replica keeps its own names, so that it can leave without a walk over everybody's. A name is held because events
 *confirmed* it or because it is *expected*; the mask does not tell these apart, so a match costs one look-up a step. An entry
-takes at most `ENTRY_BYTES`, name included, and on average much less: 90-140 bytes when confirmed and 140-210 when expected by
+takes at most `ENTRY_BYTES`, name included, and on average much less: 90-150 bytes when confirmed and 140-210 when expected by
 one replica, 40 and 100 for each of many (CPython 3.11).
 
 This is the index of replicas with events, that of the others is `router.text_index`; the rest of the router sees a

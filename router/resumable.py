@@ -5,8 +5,9 @@ templates look ahead: Qwen3's leaves out the reasoning before the last question,
 
 - All but the loop is rendered anew each time, over all messages, so it may read what it likes.
 - The loop goes through `messages` or an end of them, and of other messages its body reads the first, the one before and a few
-  after the present one. So the text of an iteration is a function of those, of its place, and of the variables that the body
-  reads. That holds or does not for a template's syntax tree, and where it does not, nothing is reused.
+  after the present one, counted in what goes by the name `messages` there. So the text of an iteration is a function of those,
+  of its place, and of the variables that the body reads. That holds or does not for a template's syntax tree, and where it
+  does not, nothing is reused.
 - What those variables are is said at run time: a resumable template notes them before its loop, and texts are reused only
   where all are the same. One that is only compared with the place of a message counts as the same when every comparison
   comes out the same: that is how the reasoning of a talk stays out when its last question moves on.
@@ -53,7 +54,7 @@ _KNOWN_OF_LOOP: Final = frozenset({"index", "index0", "first", "last"})
 class Resumable:
     source: str
     reach: int
-    """How many messages after its own may change the text of an iteration."""
+    """How many messages after the one of its place may change the text of an iteration."""
     variables: tuple[str, ...]
     """What the loop reads of the variables given to the template."""
     places: tuple[bool, ...]
@@ -170,7 +171,7 @@ class _Loop:
 
     def _read(self, node: nodes.Node, where: _Where) -> None:
         match node:
-            case nodes.For() | nodes.Break() | nodes.Macro() | nodes.NSRef():
+            case nodes.If() | nodes.For() | nodes.Break() | nodes.Macro() | nodes.NSRef():
                 self._read_statement(node, where)
             case nodes.And() | nodes.Or():
                 self._read(node.left, where)
@@ -199,6 +200,11 @@ class _Loop:
 
     def _read_statement(self, node: nodes.Node, where: _Where) -> None:
         match node:
+            case nodes.If():
+                self._read(node.test, where)
+                self._read_all(node.body, where.behind_first() if _denies_first(node.test) else where)
+                otherwise = where.behind_first() if _says_first(node.test) else where
+                self._read_all((*node.elif_, *node.else_), otherwise)
             case nodes.For():
                 if any(name.name == "loop" for part in (node.test, *node.else_) if part for name in _names(part)):
                     raise _NotProvenError  # whose it is there, engines say each in its way
@@ -340,19 +346,30 @@ def _stored(node: nodes.Node) -> Iterator[nodes.Name]:
 
 
 def _ends_of_messages(tree: nodes.Template) -> frozenset[str]:
-    """`messages`, and names that are never anything but an end of them."""
+    """`messages`, and names that are never anything but an end of them. Llama 3.1's cuts the first off `messages` itself."""
     stored = [name.name for name in _stored(tree)]
-    if "messages" in stored:
-        raise _NotProvenError
-    ends = {"messages"}
     assigned: dict[str, list[nodes.Node]] = {}
-    for assign in tree.find_all(nodes.Assign):
+    for assign in _assigns_outside_of_loops(tree.body):
         if isinstance(assign.target, nodes.Name):
             assigned.setdefault(assign.target.name, []).append(assign.node)
-    for name, values in assigned.items():
-        if len(values) == stored.count(name) and all(_is_end(value, frozenset({"messages"})) for value in values):
-            ends.add(name)
+    ends = {
+        name
+        for name in ("messages", *assigned)
+        if len(values := assigned.get(name, [])) == stored.count(name)
+        and all(_is_end(value, frozenset({"messages"})) for value in values)
+    }
+    if "messages" not in ends:
+        raise _NotProvenError
     return frozenset(ends)
+
+
+def _assigns_outside_of_loops(body: Iterable[nodes.Node]) -> Iterator[nodes.Assign]:
+    for node in body:
+        match node:
+            case nodes.Assign():
+                yield node
+            case nodes.If():
+                yield from _assigns_outside_of_loops((*node.body, *node.elif_, *node.else_))
 
 
 def _is_end(node: nodes.Node, ends: frozenset[str]) -> bool:

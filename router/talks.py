@@ -156,7 +156,8 @@ class Talks:
         num_known = len(went_on.messages) - 1
         if num_known <= len(talk.messages):
             return 0
-        from_end = max(went_on.rendering.reach, talk.missing)
+        # The template may count what it reads ahead from the first message, or from the first that the loop goes through.
+        from_end = went_on.rendering.reach + talk.missing
         lasting = min(num_known - from_end, talk.iterations + len(texts) - 1) - talk.iterations
         while lasting > 0 and not self._may_cut_before(texts[lasting]):
             lasting -= 1

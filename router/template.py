@@ -54,7 +54,7 @@ class LoopRendering:
 
     @property
     def reach(self) -> int:
-        """How many messages after its own may change the text of an iteration."""
+        """How many messages after the one of its place may change the text of an iteration."""
         return self._resumable.reach
 
     def key(self, iterations: int) -> bytes | None:

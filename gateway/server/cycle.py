@@ -264,11 +264,11 @@ class Cycle:
         return True
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
-        if await self._may_write():
+        if not (self.gone or self._carrier.write_paused) or await self._may_write():
             self._start(status, headers)
 
     async def write(self, data: bytes, *, more: bool) -> None:
-        if await self._may_write():
+        if not (self.gone or self._carrier.write_paused) or await self._may_write():
             self._write_body(data, more=more)
 
     async def _may_write(self) -> bool:

@@ -1,8 +1,8 @@
 """The listening side of the gateway: what its client connections share.
 
 uvicorn runs it (`Listener.protocol` is its ``http``) and owns sockets and shutdown; apps are plain ASGI
-(`gateway.server.cycle`). Its own protocols have no limit on headers, no time-out while a request arrives and none for a
-client that takes nothing.
+(`gateway.server.cycle`), but for the routes that they give directly (`gateway.server.exchange`). Its own protocols have no
+limit on headers, no time-out while a request arrives and none for a client that takes nothing.
 """
 
 from __future__ import annotations

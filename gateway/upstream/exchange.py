@@ -29,7 +29,7 @@ from gateway.upstream.contract import (
     UpstreamRequest,
     UpstreamTimeout,
 )
-from gateway.upstream.known_head import KnownHead
+from gateway.upstream.known_head import MAX_KNOWN_BYTES, KnownHead
 
 __all__ = ["HIGH_WATER_BYTES", "MAX_HEADERS", "MAX_HEAD_BYTES", "Carrier", "Exchange"]
 
@@ -72,12 +72,13 @@ class Exchange:
     The parser's callbacks (`on_*`) only note what they see. `feed` acts on it when the parser has returned, because what
     follows the end of an answer in the same bytes decides whether the connection can be used again.
 
-    An answer that comes whole, under the head of the last one, needs no parser (`KnownHead`).
+    Of an answer under the head of the last one the body need only be counted, by no parser (`KnownHead`).
     """
 
     __slots__ = (
         "__weakref__",
         "_alarm",
+        "_beginning",
         "_buffered_bytes",
         "_carrier",
         "_chunks",
@@ -93,6 +94,7 @@ class Exchange:
         "_interim",
         "_is_head_request",
         "_known_head",
+        "_left",
         "_loop",
         "_parser",
         "_paused",
@@ -119,6 +121,9 @@ class Exchange:
         self._alarm = carrier.alarm
         self._known_head = carrier.known_head
         self._parser: HttpResponseParser | None = None
+        self._beginning = b""
+        self._left: int | None = None
+        """Bytes of the body that are to come, where its head is known and there is no parser."""
         # How far the answer got.
         self._heard = False
         self._interim = False
@@ -252,17 +257,21 @@ class Exchange:
     # --- the connection's side
 
     def feed(self, data: bytes) -> None:
-        if self._parser is None:
-            self._heard = True
-            if not self._is_head_request and (known := self._known_head.read(data)) is not None:
-                self._take_whole(*known)
-                return
-            self._parser = HttpResponseParser(self)
-            self._parse(data)
-            if self._reusable and not (self._is_head_request or self._had_interim):
-                self._known_head.learn(data, self.status, self.headers)
-        else:
-            self._parse(data)
+        if self._parser is not None or not self._is_counted(data):
+            assert self._parser is not None
+            self._framing_bytes += len(data)
+            try:
+                self._parser.feed_data(data)
+            except (HttpParserError, HttpParserUpgrade) as error:
+                if not self._ended:
+                    self.fail(_violation(error))
+                    return
+                self._reusable = False
+            if self._ended:
+                self._learn()
+                self._finish()
+            elif self._framing_bytes > _MAX_FRAMING_BYTES:
+                self.fail(ProtocolViolation("the answer has too many bytes that are not of its body"))
         if self._take is not None and self._chunks and self._waiter is not None and not self._waiter.done():
             self._push(self._take, self._waiter)
         elif self._is_ready():
@@ -274,30 +283,37 @@ class Exchange:
             self._carrier.pause_reading()
             self._wake()
 
-    def _take_whole(self, status: int, headers: list[Header], body: bytes) -> None:
-        self.status, self.headers = status, headers
-        if body:
-            self._chunks.append(body)
-            self._buffered_bytes = len(body)
-        self._has_head = self._has_body = self._ended = self._reusable = True
-        self._finish()
-        self._wake()
+    def _is_counted(self, data: bytes) -> bool:
+        """Whether there is no parser, because the head is known and the body need only be counted, as was done with `data`."""
+        if self._left is None:
+            self._heard = True
+            known = None if self._is_head_request else self._known_head.read(data)
+            if known is None:
+                self._parser = HttpResponseParser(self)
+                self._beginning = data[:MAX_KNOWN_BYTES]
+                return False
+            self.status, self.headers, self._left, body_at = known
+            self._has_head = self._framed = True
+            data = data[body_at:]
+        self._count_body(data)
+        return True
 
-    def _parse(self, data: bytes) -> None:
-        parser = self._parser
-        assert parser is not None
-        self._framing_bytes += len(data)
-        try:
-            parser.feed_data(data)
-        except (HttpParserError, HttpParserUpgrade) as error:
-            if not self._ended:
-                self.fail(_violation(error))
-                return
-            self._reusable = False
-        if self._ended:
+    def _count_body(self, data: bytes) -> None:
+        assert self._left is not None
+        body, excess = data[: self._left], data[self._left :]
+        if body:
+            self._left -= len(body)
+            self._has_body = True
+            self._buffered_bytes += len(body)
+            self._chunks.append(body)
+        if not self._left:
+            self._ended = True
+            self._reusable = not excess.strip(b"\r\n")  # line ends before an answer mean nothing, as to the parser
             self._finish()
-        elif self._framing_bytes > _MAX_FRAMING_BYTES:
-            self.fail(ProtocolViolation("the answer has too many bytes that are not of its body"))
+
+    def _learn(self) -> None:
+        if self._reusable and self.status == 200 and not (self._is_head_request or self._had_interim):
+            self._known_head.learn(self._beginning, self.status, self.headers)
 
     def _push(self, take: Callable[[bytes], bool], waiter: asyncio.Future[None]) -> None:
         """The reader waits in `forward`: give it what has arrived. It wakes up only when nothing more is to come."""

@@ -2,7 +2,8 @@
 
 It is made for requests whose body is in memory and for answers that may stream for minutes, and costs a small part of what
 a general client costs: a request is one write, a piece of the body is one callback and at most one wake-up of its reader
-(`gateway.upstream.exchange`), and no task is started. It follows no redirects and keeps no cookies.
+(`gateway.upstream.exchange`), and no task is started. What is the same from one request or answer of a replica to the next,
+the head's usual lines and the head of an answer, is encoded and parsed once. It follows no redirects and keeps no cookies.
 
 What must hold: a connection carries one exchange at a time. It goes back to the pool only when its answer ended exactly
 where the bytes did and the request was sent whole; every other end closes it at once, whatever was still to be sent or read.

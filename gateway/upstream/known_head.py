@@ -1,4 +1,4 @@
-"""The head of a replica's last whole answer, so that the next one under the same head needs no parser. Pure.
+"""The head of a replica's last answer with a length, so that the next one under the same head needs no parser. Pure.
 
 Answers of a replica differ in their body, in its length and in the second of their date. Two heads that are equal but for the
 digits of their one Content-Length mean the same but for that length, so what the parser made of one holds for the other.
@@ -12,9 +12,10 @@ from typing import Final, NamedTuple
 
 from gateway.upstream.contract import Header
 
-__all__ = ["KnownHead"]
+__all__ = ["MAX_KNOWN_BYTES", "KnownHead"]
 
-_MAX_HEAD_BYTES: Final = 1 << 10
+MAX_KNOWN_BYTES: Final = 1 << 10
+"""Longer heads are parsed each time."""
 _MAX_DIGITS: Final = 9
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: (\d{1,%d})\r\n" % _MAX_DIGITS, re.IGNORECASE)
 _LENGTH_NAME: Final = b"content-length"
@@ -37,8 +38,8 @@ class KnownHead:
     def __init__(self) -> None:
         self._head: _Head | None = None
 
-    def read(self, data: bytes) -> tuple[int, list[Header], bytes] | None:
-        """Status, headers and body of `data`, if that is one whole answer under the known head and nothing else."""
+    def read(self, data: bytes) -> tuple[int, list[Header], int, int] | None:
+        """Status, headers, length of the body and where it begins, if `data` begins with the known head."""
         if self._head is None:
             return None
         before, after, status, headers, length_at = self._head
@@ -46,18 +47,18 @@ class KnownHead:
         last = data.find(b"\r", first, first + _MAX_DIGITS + 1)
         if last < 0 or not data.startswith(before) or not data.startswith(after, last):
             return None
-        length, body_at = data[first:last], last + len(after)
-        if not length.isdigit() or body_at + int(length) != len(data):
+        length = data[first:last]
+        if not length.isdigit():
             return None
         headers = headers.copy()
         headers[length_at] = (_LENGTH_NAME, length)
-        return status, headers, data[body_at:]
+        return status, headers, int(length), last + len(after)
 
     def learn(self, data: bytes, status: int, headers: list[Header]) -> None:
-        """What the parser made of `data`: one answer, to another method than HEAD, that leaves the connection usable."""
-        end = data.find(b"\r\n\r\n", 0, _MAX_HEAD_BYTES)
+        """What the parser made of `data`: a head, and some of a body that ended with its length; the connection goes on."""
+        end = data.find(b"\r\n\r\n", 0, MAX_KNOWN_BYTES)
         found = _LENGTH.search(data, 0, end + 2) if end >= 0 else None
-        if found is None or end + 4 + int(found[1]) != len(data):
+        if found is None:
             return
         first, last = found.span(1)
         length_at = headers.index((_LENGTH_NAME, found[1]))

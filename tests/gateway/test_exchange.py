@@ -263,14 +263,24 @@ async def outcome_after(before: bytes, pieces: Sequence[bytes], method: str = "P
     return await what_came(exchange, carrier)
 
 
-async def test_a_whole_answer_under_a_known_head_needs_no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cut", [None, -4, -3, -1])
+async def test_an_answer_under_a_known_head_needs_no_parser(cut: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange, carrier = start_after(LENGTH)
     monkeypatch.setattr("gateway.upstream.exchange.HttpResponseParser", None)
+    data = LENGTH[: -len(JSON)].replace(b"Length: 15", b"Length: 4") + b"true"
 
-    exchange.feed(LENGTH.replace(b"Length: 15", b"Length: 4")[: -len(JSON)] + b"true")
+    feed(exchange, carrier, [data] if cut is None else [data[:cut], data[cut:]], eof=False)
 
     means = (200, [(b"content-type", b"application/json"), (b"content-length", b"4")], b"true")
     assert await what_came(exchange, carrier) == (means, "reusable")
+
+
+@pytest.mark.parametrize("method", ["POST", "HEAD"])
+@pytest.mark.parametrize("excess", [b"x", b"\r\n", b"\r\nHTTP/1.1 200 OK\r\n\r\n"], ids=repr)
+async def test_bytes_after_an_answer_under_a_known_head_count_as_ever(excess: bytes, method: str) -> None:
+    for cut in range(len(LENGTH), len(LENGTH + excess)):
+        pieces = [LENGTH[: cut - 5], LENGTH[cut - 5 :] + excess]
+        assert await outcome_after(LENGTH, pieces, method) == await outcome(pieces, method, eof=True)
 
 
 @pytest.mark.parametrize("method", ["POST", "HEAD"])
@@ -287,9 +297,9 @@ async def test_what_a_replica_answered_before_changes_no_answer(name: str, metho
 async def test_a_damaged_answer_under_a_known_head_is_what_it_would_be_without(
     place: int, removed: int, damage: bytes, cuts: list[int]
 ) -> None:
-    damaged = LENGTH[:place] + damage + LENGTH[place + removed :]
+    pieces = split(LENGTH[:place] + damage + LENGTH[place + removed :], cuts)
 
-    assert await outcome_after(LENGTH, split(damaged, cuts)) == await outcome([damaged], eof=True)
+    assert await outcome_after(LENGTH, pieces) == await outcome(pieces, eof=True)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=8), st.lists(st.integers(0, 600), max_size=12))

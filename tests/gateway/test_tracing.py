@@ -401,3 +401,48 @@ class collecting_gateway:  # noqa: N801
             await self._gateway.__aexit__(*error)
         finally:
             self._collecting.__exit__(*error)
+
+
+# --- the exporter, by what OpenTelemetry's own variables say
+
+
+def exported(monkeypatch: pytest.MonkeyPatch, **variables: str) -> list[Span]:
+    from gateway.otlp import OtlpExport
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with collecting() as collector:
+        export = OtlpExport(endpoint=collector.url, service_name="s", version="1")
+        for parent in (None, CALLER):
+            export.emit(
+                "span",
+                client=parent is not None,
+                context=TraceContext("a" * 32, "b" * 16, sampled=True),
+                parent=parent,
+                attributes={"long": "abcdef", "number": 7, "reasons": ["stop", "length"]},
+                failed=parent is not None,
+                began_at=1.5,
+                ended_at=2.0,
+            )
+        export.close()
+    return collector.spans
+
+
+def test_a_span_arrives_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = exported(monkeypatch)
+
+    assert first.attributes == {"long": "abcdef", "number": 7, "reasons": ["stop", "length"]}
+    assert (first.trace_id, first.span_id, first.parent_id) == ("a" * 32, "b" * 16, "")
+    assert (first.kind, first.failed, second.kind, second.failed) == (SERVER, False, CLIENT, True)
+    assert (first.begin_ns, first.end_ns) == (1_500_000_000, 2_000_000_000)
+    assert second.parent_id == CALLER.span_id
+
+
+def test_limits_of_attributes_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = exported(monkeypatch, OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT="3", OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT="2")
+
+    assert first.attributes == {"number": 7, "reasons": ["sto", "len"]}
+
+
+def test_an_sdk_that_is_disabled_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exported(monkeypatch, OTEL_SDK_DISABLED="true") == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cache
 from typing import Any, Final
@@ -54,6 +55,13 @@ RESUMABLE: Final = {
     "{% else %}{% set rest = messages %}{% endif %}{% for message in rest %}<|im_start|>"
     "{% if loop.first and system is defined %}{{ system }}{% endif %}{{ message.content }}"
     "{% if tools is defined and tools %}{{ tools | tojson }}{% endif %}{% endfor %}",
+    "system cut off": "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}{{ system }}{% for message in messages %}"
+    "<|im_start|>{{ message.content }}{{ messages[0].role }}{% if not loop.last %}{{ messages[loop.index0 + 1].role }}"
+    "{% endif %}{% if not loop.first %}{{ messages[loop.index0 - 1].content }}{% endif %}{% endfor %}",
+    "system cut off, by another name": "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% else %}"
+    "{% set rest = messages %}{% endif %}{% for message in rest %}<|im_start|>{{ message.content }}"
+    "{% if not loop.last %}{{ messages[loop.index0 + 1].content }}{% endif %}{% endfor %}",
     "variables": "{% if mood is defined %}{% set tone = mood %}{% else %}{% set tone = 'none' %}{% endif %}"
     "{% for message in messages %}<|im_start|>{{ tone }}{% if shout %}!{% endif %}{{ message.content }}{% endfor %}",
     "a macro": "{% macro said(message, end='.') %}{{ message.content }}{{ end }}{{ bos_token }}{% endmacro %}"
@@ -88,6 +96,10 @@ NOT_RESUMABLE: Final = {
     "{{ message.content }}{% endfor %}{% endif %}",
     "a list of messages": "{% set rest = messages[1:] %}{% for message in messages %}<|im_start|>"
     "{% if rest %}x{% endif %}{{ message.content }}{% endfor %}",
+    "other messages": "{% set messages = messages + messages %}{% for message in messages %}<|im_start|>{{ message.content }}"
+    "{% endfor %}",
+    "cut in a loop": "{% for other in messages %}{% set messages = messages[1:] %}{% endfor %}{% for message in messages %}"
+    "<|im_start|>{{ message.content }}{% endfor %}",
     "chosen ones": "{% for message in messages if message.role == 'user' %}<|im_start|>{{ message.content }}{% endfor %}",
 }
 UNLIKE: Final = {
@@ -340,7 +352,33 @@ def test_a_talk_that_proves_other_than_its_proof_ends_all_trust() -> None:
         found.add(talks.go_on(sighting, new, NOW))
 
     assert not talks.trusted
+    assert talks.counts.mistaken == 1
+    assert len(found) == 2  # the wrong ids until then, and the right ones
     assert talks.sight(written(talk(9)["messages"])).known is None
+
+
+def test_what_does_not_come_again_leaves_hashes_only() -> None:
+    asked = Asked(template("qwen3"))
+
+    asked.ask(talk(9))
+
+    assert asked.talks.size_bytes == 0
+    asked.ask(talk(9))
+    assert asked.talks.size_bytes > 0
+
+
+def test_threads_share_talks_without_wrong_ids() -> None:
+    talks = Asked(template("qwen3"), 1 << 17)
+    bodies = [talk(turns, tools=tools) for turns in range(3, 9) for tools in (None, [{"function": {"name": "f"}}])]
+
+    def ask_all(seed: int) -> None:
+        for _ in range(20):
+            for number in range(len(bodies)):
+                talks.ask(bodies[number * seed % len(bodies)])
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(ask_all, seed) for seed in (1, 5, 7, 11)]:
+            done.result()
 
 
 def test_memory_is_bounded() -> None:

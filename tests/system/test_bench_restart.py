@@ -32,4 +32,4 @@ def test_a_gateway_that_was_killed_knows_full_caches_again_by_their_snapshots(tm
     assert recovery["back_s"] is not None
     assert result["held_ms"] <= HELD_MS
     assert result["cpu_s"] > 0
-    assert done.exit_code == (0 if recovery["back_s"] <= 2.0 else 1), done.output
+    assert done.exit_code == (0 if recovery["back_s"] <= 2.0 or result["starved_share"] > 0.2 else 1), done.output
