@@ -88,6 +88,8 @@ class Reservation(msgspec.Struct, eq=False):
     """The replica computes it after those that do not, also if it began before."""
     last_sent: float | None = None
     """When the deepest block of it that was sent there before had last been sent."""
+    known: int = 0
+    """How many leading blocks of it had been sent there before, where no events tell what came of them."""
     heavy_before: int | None = None
     """Of `Replica`: prompts with work begun there by its own begin. None: it was not alone even then."""
     alone: bool = False

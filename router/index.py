@@ -61,8 +61,8 @@ class PrefixIndex(Protocol):
     def leave(self, holding: Any) -> None: ...
     def clear(self, holding: Any) -> None: ...
     def clear_confirmed(self, holding: Any) -> None: ...
-    def expect(self, holding: Any, names: Sequence[int], stamp: float, cap: int) -> float | None: ...
-    def retract(self, holding: Any, names: Sequence[int], stamp: float) -> None: ...
+    def expect(self, holding: Any, names: Sequence[int], stamp: float, cap: int) -> tuple[float | None, int]: ...
+    def retract(self, holding: Any, names: Sequence[int], stamp: float, known: int = 0) -> None: ...
     def expire(self, holding: Any, horizon: float) -> None: ...
     def drop_oldest(self, holding: Any, most: int) -> None: ...
     def match(self, names: Sequence[int], limit: int | None = None) -> dict[int, int]: ...
@@ -157,12 +157,13 @@ class Index:
         confirmed = holding._confirmed
         self._drop(holding, [name for name in names if confirmed.pop(name, name) is None])
 
-    def expect(self, holding: Holding, names: Sequence[int], stamp: float, cap: int) -> float | None:
+    def expect(self, holding: Holding, names: Sequence[int], stamp: float, cap: int) -> tuple[float | None, int]:
         """A prompt with these blocks was sent there at `stamp`; keep at most `cap` of `Holding.expected`, dropping the oldest.
 
-        Returns when the deepest of them that was expected already had last been sent there; None when none was. `stamp` must
-        be larger than every one before it. The walk goes from the leaf to the first confirmed block: the blocks before that
-        one are confirmed too.
+        Returns when the deepest of them that was expected already had last been sent there, None when none was; and 0: of a
+        prompt that is retracted nothing stays expected, for what was computed before events tell. `stamp` must be larger than
+        every one before it. The walk goes from the leaf to the first confirmed block: the blocks before that one are
+        confirmed too.
         """
         shards, bit, confirmed, expected = self._shards, holding._bit, holding._confirmed, holding._expected
         before, last_sent = len(expected), None
@@ -181,9 +182,9 @@ class Index:
         self.room.used += len(expected) - before
         if (excess := len(expected) - cap) > 0:
             self._drop(holding, [expected.popitem(last=False)[0] for _ in range(excess)])
-        return last_sent
+        return last_sent, 0
 
-    def retract(self, holding: Holding, names: Sequence[int], stamp: float) -> None:
+    def retract(self, holding: Holding, names: Sequence[int], stamp: float, known: int = 0) -> None:
         """The prompt sent at `stamp` was not computed. Blocks that a later prompt expects too stay."""
         expected = holding._expected
         gone = []

@@ -44,7 +44,8 @@ from router.wire import Batch, Frame, Hello, Load, ReplicaSpec
 __all__ = ["Decision", "Query", "Router", "UnknownReplica", "Unroutable"]
 
 
-_OK, _EXACT, _BLIND = Outcome.OK, Trust.EXACT, Trust.BLIND  # looked up once: `router.fleet` says why
+# Looked up once: `router.fleet` says why.
+_OK, _FAILED, _EXACT, _BLIND = Outcome.OK, Outcome.FAILED, Trust.EXACT, Trust.BLIND
 
 
 class UnknownReplica(LookupError):
@@ -396,7 +397,9 @@ class Router:
         if replica.trust is not _BLIND:
             room = self._room
             cap = min(members.capacity_of(replica), room.limit)
-            reservation.last_sent = members.index.expect(replica.holding, query.names, reservation.stamp, cap)
+            reservation.last_sent, reservation.known = members.index.expect(
+                replica.holding, query.names, reservation.stamp, cap
+            )
             if room.used > room.limit:
                 self._make_room()
         return reservation
@@ -426,7 +429,9 @@ class Router:
         if members is None or outcome is not _OK:
             computed = replica.finish(reservation, now, outcome, cached_tokens)
             if members is not None and not computed:
-                members.index.retract(replica.holding, reservation.names, reservation.stamp)
+                # A client that left, or a refusal, says nothing of what was computed before; a failure may be a restart.
+                known = 0 if outcome is _FAILED else reservation.known
+                members.index.retract(replica.holding, reservation.names, reservation.stamp, known)
             return
         counted = members.prompt_tokens_of(reservation, prompt_tokens)
         replica.finish(reservation, now, outcome, cached_tokens, counted)

@@ -134,24 +134,39 @@ class TextIndex:
     def clear_confirmed(self, holding: TextHolding) -> None:
         """There is nothing of that kind."""
 
-    def retract(self, holding: TextHolding, names: Sequence[int], stamp: float) -> None:
-        """The prompt sent at `stamp` was not computed. What a later prompt expects too stays."""
-        self._let_go(holding, holding._by_stamp.pop(stamp, ()))
+    def retract(self, holding: TextHolding, names: Sequence[int], stamp: float, known: int = 0) -> None:
+        """The prompt sent at `stamp` was not computed. What a later prompt expects too stays, and so do its first `known`
+        chunks, which were there before.
+        """
+        runs = holding._by_stamp.get(stamp, [])
+        first_kept = next((number for number, run in enumerate(runs) if run.place < known), len(runs))
+        gone = runs[:first_kept]
+        del runs[:first_kept]
+        self._let_go(holding, gone)
+        if runs and (keep := known - runs[0].place) < len(runs[0].names):
+            if _is_shared(runs[0]):
+                self._part(runs[0], keep)
+                self._let_go(holding, [runs.pop(0)])
+            else:
+                self._shorten_to(holding, runs[0], keep)
+        if not runs:
+            holding._by_stamp.pop(stamp, None)
 
-    def expect(self, holding: TextHolding, names: Sequence[int], stamp: float, cap: int) -> float | None:
+    def expect(self, holding: TextHolding, names: Sequence[int], stamp: float, cap: int) -> tuple[float | None, int]:
         """A prompt with these chunks was sent there at `stamp`; keep at most `cap` of `TextHolding.expected` or less than a
         chunk more, dropping the oldest.
 
-        Returns when the deepest of them that was expected already had last been sent there; None when none was. `stamp` must
-        be larger than every one before it.
+        Returns when the deepest of them that was expected already had last been sent there, None when none was; and how many
+        leading ones were. `stamp` must be larger than every one before it.
         """
         slot, by_stamp = holding.slot, holding._by_stamp
         last_sent = None
-        runs = self._runs_of(names, slot)
+        runs, known = self._runs_of(names, slot)
         runs.reverse()
         for run in runs:
             at = run.held.get(slot)
             if at is None:
+                known = run.place
                 holding.expected += run.size
                 self.room.used += len(run.names) + RUN_ENTRIES
             else:
@@ -166,7 +181,7 @@ class TextIndex:
             by_stamp[stamp] = runs
         while (excess := holding.expected - cap) > 0 and self._shorten(holding, excess):
             pass
-        return last_sent
+        return last_sent, known
 
     def drop_oldest(self, holding: TextHolding, most: int) -> None:
         """Drop what was last sent there longest ago, at one moment, leaves first: `most` entries of it or all, and what is left
@@ -199,8 +214,10 @@ class TextIndex:
             branches, place = run.branches, end
         return depths
 
-    def _runs_of(self, names: Sequence[int], slot: int) -> list[_Run]:
-        """The runs that make up all of `names`, from its beginning. Where there are none that do, they are made."""
+    def _runs_of(self, names: Sequence[int], slot: int) -> tuple[list[_Run], int]:
+        """The runs that make up all of `names`, from its beginning, and of how many chunks there were some. Where there are
+        none that do, they are made.
+        """
         runs: list[_Run] = []
         branches: dict[int, _Run] | None = self._roots
         parent: _Run | None = None
@@ -213,18 +230,18 @@ class TextIndex:
             parent, place = run, place + shared
             branches = run.branches
         if place == count:
-            return runs
+            return runs, place
         if parent is None:
             branches = self._roots
         elif slot in parent.held and not _is_shared(parent):
             self._extend(parent, names[place:count])
-            return runs
+            return runs, place
         elif branches is None:
             branches = parent.branches = {}
         run = _Run(list(names[place:count]), place, self._ends[count] - self._ends[place], parent)
         branches[names[place]] = run
         runs.append(run)
-        return runs
+        return runs, place
 
     def _extend(self, run: _Run, names: Sequence[int]) -> None:
         """A talk went on where it was: its only holder has more of it."""
@@ -266,11 +283,7 @@ class TextIndex:
     def _cut(self, holding: TextHolding, run: _Run, keep: int) -> None:
         """The replica keeps only so many chunks of a run, which is the first of its stamp and of its holding."""
         if keep and not _is_shared(run):
-            size = self._ends[run.place + keep] - self._ends[run.place]
-            holding.expected -= run.size - size
-            self.room.used -= len(run.names) - keep
-            run.size = size
-            del run.names[keep:]
+            self._shorten_to(holding, run, keep)
             return
         gone = self._part(run, keep) if keep else run
         by_stamp = holding._by_stamp
@@ -279,6 +292,14 @@ class TextIndex:
         if not runs:
             del by_stamp[stamp]
         self._let_go(holding, [gone])
+
+    def _shorten_to(self, holding: TextHolding, run: _Run, keep: int) -> None:
+        """Of a run that only this replica holds, and that nothing goes on from, so many chunks are left."""
+        size = self._ends[run.place + keep] - self._ends[run.place]
+        holding.expected -= run.size - size
+        self.room.used -= len(run.names) - keep
+        run.size = size
+        del run.names[keep:]
 
     def _let_go(self, holding: TextHolding, runs: Iterable[_Run]) -> None:
         """The replica holds these no more; they are out of its order already."""

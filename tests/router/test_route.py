@@ -401,6 +401,36 @@ def test_a_prompt_that_was_not_computed_leaves_no_blocks_behind(outcome: Outcome
     assert view(router).expected_blocks == len(kept.names)
 
 
+@pytest.mark.parametrize("outcome", [Outcome.BUSY, Outcome.CLIENT_ERROR, Outcome.CANCELLED])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_prompt_that_was_not_computed_takes_nothing_with_it_that_was_there_before(
+    outcome: Outcome, others: int
+) -> None:
+    """Else one client that leaves makes the talks of all forget where their common beginning is cached."""
+    router = foreign_fleet(1)
+    for number in range(1 + others):
+        serve(router, text_query(b"a" * 2560 + b"%d" % number * 2560))
+    before = text_query(b"a" * 2560 + b"0" * 2560)
+    longer = text_query(b"a" * 2560 + b"0" * 5120)
+    known = decide(router, longer, 9.0)
+
+    lost = [send(router, asked, 9.0) for asked in (longer, text_query(b"a" * 2560 + b"other" * 512), before)]
+    for reservation in lost:
+        router.finish(reservation, 9.0, outcome, None)
+
+    assert decide(router, longer, 99.0).matched_tokens == known.matched_tokens > 0
+    assert view(router).expected_blocks == 20 + 10 * others
+
+
+def test_a_replica_that_failed_may_have_lost_what_was_there_before() -> None:
+    router = foreign_fleet(1)
+    serve(router, text_query(b"a" * 2560))
+
+    router.finish(send(router, text_query(b"a" * 5120), 9.0), 9.0, Outcome.FAILED, None)
+
+    assert view(router).expected_blocks == 0
+
+
 # -- replicas without events
 
 

@@ -72,6 +72,8 @@ class Replicas(RuleBasedStateMachine):
         super().__init__()
         self.index = TextIndex(None, ENDS)
         self.held: dict[TextHolding, dict[int, float]] = {}
+        self.sent: dict[tuple[TextHolding, float], tuple[list[int], int]] = {}
+        """What each was sent at which stamp, and how much of it was there before."""
         self.stamp = 0.0
 
     @initialize(target=replicas)
@@ -98,9 +100,11 @@ class Replicas(RuleBasedStateMachine):
         self.stamp += 1
         before = [held[name] for name in names if name in held]
 
-        last_sent = self.index.expect(replica, names, self.stamp, cap)
+        last_sent, known = self.index.expect(replica, names, self.stamp, cap)
 
         assert last_sent == (before[-1] if before else None)
+        assert known == plain_depth(set(held), names)
+        self.sent[replica, self.stamp] = names, known
         for name in reversed(names):
             held.pop(name, None)
             held[name] = self.stamp
@@ -114,11 +118,15 @@ class Replicas(RuleBasedStateMachine):
         self.index.expire(replica, horizon)
         self.held[replica] = {name: stamp for name, stamp in self.held[replica].items() if stamp >= horizon}
 
-    @rule(replica=replicas, age=st.integers(0, 5))
-    def retract(self, replica: TextHolding, age: int) -> None:
+    @rule(replica=replicas, age=st.integers(0, 5), is_lost=st.booleans())
+    def retract(self, replica: TextHolding, age: int, is_lost: bool) -> None:
+        """`is_lost`: also what was there before."""
         stamp = self.stamp - age
-        self.index.retract(replica, [], stamp)
-        self.held[replica] = {name: at for name, at in self.held[replica].items() if at != stamp}
+        names, known = self.sent.get((replica, stamp), ([], 0))
+        known = 0 if is_lost else known
+        self.index.retract(replica, names, stamp, known)
+        stays = set(names[:known])
+        self.held[replica] = {name: at for name, at in self.held[replica].items() if at != stamp or name in stays}
 
     @rule(replica=replicas)
     def clear(self, replica: TextHolding) -> None:
@@ -207,7 +215,7 @@ def test_names_that_are_no_hashes_of_what_is_before_them_break_nothing(
             index.expect(replica, chunks, float(stamp), 12)
             assert replica.expected < 12 + max(SIZES)
         elif event == "retract":
-            index.retract(replica, chunks, float(stamp - 1))
+            index.retract(replica, chunks, float(stamp - 1), which)
         elif event == "expire":
             index.expire(replica, float(stamp - 3))
         elif event == "drop":
