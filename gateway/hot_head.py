@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
+from weakref import ReferenceType
 
 from starlette.types import Scope
 
@@ -36,7 +37,8 @@ class Client:
     """The sharing group: whose caches it may hit."""
     standing: Standing
     caller: Caller
-    ring: KeyRing | None
+    ring: ReferenceType[KeyRing] | None
+    """Weak: an idle connection must not keep all keys that there once were."""
     rules: object
     """That and the ring are what all of this was found by."""
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, cast
+from weakref import ref
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -272,7 +273,7 @@ class HotPath:
         if known is not None and known.rules is access and _is_current(authenticator, known):
             return known
         key = authenticate(authenticator, head.scope, _SCOPES[head.endpoint])
-        ring = authenticator.ring if authenticator is not None else None
+        ring = ref(authenticator.ring) if authenticator is not None else None
         tenant, group = (key.tenant, key.group) if key is not None else (PUBLIC_GROUP, PUBLIC_GROUP)
         key_id, quota = (key.id, key.limits) if key is not None else (None, None)
         caller = access.rules.caller(key_id, quota, tenant)
@@ -367,4 +368,5 @@ def authenticate(authenticator: Authenticator | None, scope: Scope, needs: KeySc
 def _is_current(authenticator: Authenticator | None, client: Client) -> bool:
     if authenticator is None or client.key is None or client.ring is None:
         return authenticator is None and client.key is None
-    return authenticator.is_current(client.key, client.ring)
+    ring = client.ring()
+    return ring is not None and authenticator.is_current(client.key, ring)

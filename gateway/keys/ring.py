@@ -58,7 +58,7 @@ class _Encoded(msgspec.Struct, array_like=True):
 class KeyRing:
     """A snapshot of all keys."""
 
-    __slots__ = ("_by_id", "_let_in", "_mark", "_records", "_salts", "_secrets")
+    __slots__ = ("__weakref__", "_by_id", "_let_in", "_mark", "_records", "_salts", "_secrets")
 
     def __init__(self, records: Iterable[KeyRecord], secrets: KeySecrets) -> None:
         self._secrets = secrets

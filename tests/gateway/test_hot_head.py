@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,18 @@ async def test_each_request_of_a_known_head_has_an_id_of_its_own(running: Runnin
     assert len(ids) == 3
     assert given == ["mine", "mine"]
     assert len(recognized) == 3
+
+
+async def test_a_connection_that_is_kept_keeps_no_keys_of_before(running: Running, recognized: list[int]) -> None:
+    for _ in range(2):
+        await ask(running, running.key)
+    ring = weakref.ref(running.gateway.keys.ring)
+
+    await running.gateway.keys.create("client", name="new")
+    gc.collect()
+
+    assert recognized, "the head is still known"
+    assert ring() is None
 
 
 async def test_a_key_that_expires_is_not_current_any_more(tmp_path: Path, running: Running) -> None:
