@@ -37,8 +37,8 @@ class Client:
     standing: Standing
     caller: Caller
     ring: KeyRing | None
-    rules: object
-    """That and the ring are what all of this was found by."""
+    access: object
+    """That (a `gateway.hotpath.Access`) and the ring are what all of this was found by."""
 
 
 class HotHead:

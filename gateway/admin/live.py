@@ -24,7 +24,8 @@ from starlette.types import Receive, Scope, Send
 from gateway.admin.bodies import ChangeEvent, ReplicaBody, RequestRates, StateEvent
 from gateway.api_error import ApiError
 from gateway.repeating import repeat
-from gateway.server.asgi import AsgiExchange, ClientGone, Header, Reply, request_id, while_connected
+from gateway.server.asgi import AsgiExchange, Reply, request_id, while_connected
+from gateway.server.exchange import ClientGone, Header
 
 __all__ = ["EventStream", "Live", "RateMeter", "ServerSentEvents"]
 

@@ -29,7 +29,8 @@ from gateway.api_error import ApiError
 from gateway.authentication import Authenticator
 from gateway.json_body import decode_object
 from gateway.keys import KeyRecord
-from gateway.server.asgi import ClientGone, error_headers, header, read_body, request_id, require_json
+from gateway.server.asgi import error_headers, header, read_body, request_id, require_json
+from gateway.server.exchange import ClientGone
 
 __all__ = [
     "Call",

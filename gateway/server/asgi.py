@@ -22,8 +22,6 @@ from gateway.server.exchange import ClientGone, Exchange, Header, check_size
 __all__ = [
     "HEADERS_BY_NAME",
     "AsgiExchange",
-    "ClientGone",
-    "Header",
     "Reply",
     "error_headers",
     "given_request_id",
@@ -49,7 +47,7 @@ _spare_ids: list[str] = []
 def header(scope: Scope, name: bytes) -> bytes | None:
     """The value of a header that may appear once; None when absent. A repeated one is refused as 400."""
     headers = scope["headers"]
-    by_name = scope.get(HEADERS_BY_NAME) or _by_name(scope)
+    by_name = _by_name(scope)
     if len(by_name) < len(headers) and sum(key == name for key, _ in headers) > 1:
         raise ApiError(400, "duplicate_header", f"The header '{name.decode('latin-1')}' appears more than once.")
     return by_name.get(name)
