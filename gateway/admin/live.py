@@ -56,9 +56,6 @@ class RateMeter:
         """All there ever were, as `failures`."""
         self.failures = 0
 
-    def count(self, failed: bool, now: float) -> None:
-        self.add(1, failed, now)
-
     def add(self, new_requests: int, new_failures: int, now: float) -> None:
         """So many that have ended about now, and how many of them failed."""
         self.requests += new_requests
