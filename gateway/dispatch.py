@@ -36,8 +36,8 @@ from gateway.openai import GenerationRequest, Usage, parse_response, parse_usage
 from gateway.prepare import PreparedPrompt
 from gateway.response_events import ResponseRelay
 from gateway.retries import Fingerprint, Quarantine, RetryBudget, fingerprint
-from gateway.server.asgi import Reply
 from gateway.server.exchange import Header
+from gateway.server.reply import Reply
 from gateway.sse import EventRelay, SseRelay
 from gateway.tracing import UNTRACED, Attempt, Trace
 from gateway.upstream.contract import (

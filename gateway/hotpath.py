@@ -40,8 +40,10 @@ from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
-from gateway.server.asgi import AsgiExchange, Reply, new_request_id, while_connected
+from gateway.server.asgi import AsgiExchange
 from gateway.server.exchange import ClientGone, Exchange, Header, Route
+from gateway.server.headers import new_request_id
+from gateway.server.reply import Reply, while_connected
 from gateway.spending import Spending
 from gateway.sse import error_event
 from gateway.stored import StoredCall

@@ -24,8 +24,10 @@ from starlette.types import Receive, Scope, Send
 from gateway.admin.bodies import ChangeEvent, ReplicaBody, RequestRates, StateEvent
 from gateway.api_error import ApiError
 from gateway.repeating import repeat
-from gateway.server.asgi import AsgiExchange, Reply, request_id, while_connected
+from gateway.server.asgi import AsgiExchange
 from gateway.server.exchange import ClientGone, Header
+from gateway.server.headers import request_id
+from gateway.server.reply import Reply, while_connected
 
 __all__ = ["EventStream", "Live", "RateMeter", "ServerSentEvents"]
 

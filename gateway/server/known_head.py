@@ -13,8 +13,8 @@ from typing import Final, Self
 
 from starlette.types import Scope
 
-from gateway.server.asgi import HEADERS_BY_NAME
 from gateway.server.exchange import Route
+from gateway.server.headers import HEADERS_BY_NAME
 from gateway.server.request_head import RequestHead
 
 __all__ = ["KnownHead"]

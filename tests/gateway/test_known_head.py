@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from gateway.server.asgi import HEADERS_BY_NAME, AsgiExchange
+from gateway.server.asgi import AsgiExchange
 from gateway.server.connection import Connection, ListenerLimits
 from gateway.server.exchange import Exchange, Route
+from gateway.server.headers import HEADERS_BY_NAME
 from gateway.server.known_head import KnownHead
 from gateway.server.listener import Listener
 from gateway.server.request_head import RequestHead
