@@ -30,8 +30,8 @@ __all__ = ["AccessLog", "LineWriter", "open_access_log"]
 _MAX_WAITING: Final = 8192
 """Lines; 4 MB. At 2,000 requests a second a disk may stall for 4 s before any is lost."""
 _EVERY_S: Final = 0.1
-"""How late a line may be. To wake the thread for each one costs a request more than all the rest of its line: both want the
-interpreter at the same time."""
+"""How late a line may be, beside what `gateway.endings` waits. To wake the thread for each one costs a request more than all
+the rest of its line: both want the interpreter at the same time."""
 _MANY: Final = 1024
 """So many that wait are written at once, and no more of them are taken out of the buffer at a time."""
 _PIPE_BYTES: Final = 4096
