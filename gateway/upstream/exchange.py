@@ -145,7 +145,7 @@ class Exchange:
 
     # --- the reader's side
 
-    async def wait_head(self) -> None:
+    async def wait_ready(self) -> None:
         """Until status and headers are here, and as much of the body as `UpstreamRequest.ready` waits for."""
         while not self._is_ready():
             await self._wait()
