@@ -16,7 +16,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Final
@@ -70,15 +70,14 @@ class _Line(msgspec.Struct, omit_defaults=True):
 
 
 class AccessLog:
-    def __init__(self, writer: LineWriter, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, writer: LineWriter) -> None:
         self._writer = writer
-        self._wall_clock = wall_clock
         self._encode = msgspec.json.Encoder().encode
         self._second = 0
         self._prefix = ""
 
-    def finished(self, record: Record, ended_at: float | None = None) -> None:
-        """Write the line of a request that ended. 2 us. `ended_at`: Unix seconds; None: just now."""
+    def finished(self, record: Record, ended_at: float) -> None:
+        """Write the line of a request that ended. 2 us. `ended_at`: Unix seconds."""
         decision, usage = record.decision, record.usage
         replica = policy = reason = ""
         predicted = prompt_tokens = cached_tokens = completion_tokens = None
@@ -89,7 +88,7 @@ class AccessLog:
             prompt_tokens, completion_tokens = usage.prompt_tokens, usage.completion_tokens
             cached_tokens = usage.cached_tokens
         line = _Line(  # by place: names would cost as much again
-            self._time(self._wall_clock() if ended_at is None else ended_at),
+            self._time(ended_at),
             record.request_id,
             record.status,
             record.endpoint,

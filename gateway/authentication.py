@@ -20,7 +20,7 @@ from starlette.types import Scope
 
 from gateway.api_error import ApiError
 from gateway.keys import KeyKind, KeyRecord, KeyRing, RingSource
-from gateway.server.asgi import header
+from gateway.server.headers import header
 
 __all__ = ["Authenticator", "FailureCounter"]
 

@@ -36,7 +36,8 @@ from gateway.openai import GenerationRequest, Usage, parse_response, parse_usage
 from gateway.prepare import PreparedPrompt
 from gateway.response_events import ResponseRelay
 from gateway.retries import Fingerprint, Quarantine, RetryBudget, fingerprint
-from gateway.server.asgi import Header, Reply
+from gateway.server.exchange import Header
+from gateway.server.reply import Reply
 from gateway.sse import EventRelay, SseRelay
 from gateway.tracing import UNTRACED, Attempt, Trace
 from gateway.upstream.contract import (
@@ -102,7 +103,7 @@ class Record(msgspec.Struct):
     endpoint: str
     started_at: float
     """Monotonic, seconds, as all times here."""
-    trace: Trace = msgspec.field(default_factory=lambda: UNTRACED)
+    trace: Trace = msgspec.field(default_factory=lambda: UNTRACED)  # as a default msgspec takes immutable structs only
     method: str = "POST"
     model: str = ""
     stream: bool = False

@@ -17,6 +17,7 @@ from gateway.dispatch import Record
 __all__ = ["Endings"]
 
 _EVERY_S: Final = 0.05
+"""Soon enough for people who follow a log; who reads numbers need not wait."""
 _MANY: Final = 64
 """Counting and logging so many takes a third of a millisecond, for which the event loop is held."""
 

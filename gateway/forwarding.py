@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.server.asgi import Reply
+from gateway.server.reply import Reply
 from gateway.sse import EventRelay
 from gateway.upstream.contract import UpstreamResponse
 

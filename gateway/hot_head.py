@@ -15,7 +15,7 @@ from starlette.types import Scope
 from gateway.keys import KeyRecord, KeyRing
 from gateway.limits import Caller
 from gateway.openai import ENDPOINTS
-from gateway.server.asgi import given_request_id, last_header, require_json
+from gateway.server.headers import given_request_id, last_header, require_json
 from gateway.stored import StoredCall, parse_stored_call
 from gateway.tenants import Standing, priority_asked
 from gateway.tracing import TRACE_HEADERS
@@ -39,8 +39,8 @@ class Client:
     caller: Caller
     ring: ReferenceType[KeyRing] | None
     """Weak: an idle connection must not keep all keys that there once were."""
-    rules: object
-    """That and the ring are what all of this was found by."""
+    access: object
+    """That (a `gateway.hotpath.Access`) and the ring are what all of this was found by."""
 
 
 class HotHead:
@@ -72,7 +72,7 @@ class HotHead:
         self._highest_priority: Priority | None = None
 
     def require_json(self) -> None:
-        """See `gateway.server.asgi.require_json`."""
+        """See `gateway.server.headers.require_json`."""
         if not self._is_json:
             require_json(self.scope)
             self._is_json = True

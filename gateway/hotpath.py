@@ -41,8 +41,10 @@ from gateway.model_cards import ModelCards
 from gateway.openai import Endpoint, GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer
 from gateway.response_events import response_error_event
-from gateway.server.asgi import AsgiExchange, ClientGone, Header, Reply, new_request_id, while_connected
-from gateway.server.exchange import Exchange, Route
+from gateway.server.asgi import AsgiExchange
+from gateway.server.exchange import ClientGone, Exchange, Header, Route
+from gateway.server.headers import new_request_id
+from gateway.server.reply import Reply, while_connected
 from gateway.spending import Spending
 from gateway.sse import error_event
 from gateway.stored import StoredCall
@@ -270,7 +272,7 @@ class HotPath:
         """Who asks. Raises `ApiError` as `authenticate` does."""
         access = self._access
         authenticator, known = access.authenticator, head.client
-        if known is not None and known.rules is access and _is_current(authenticator, known):
+        if known is not None and known.access is access and _is_current(authenticator, known):
             return known
         key = authenticate(authenticator, head.scope, _SCOPES[head.endpoint])
         ring = ref(authenticator.ring) if authenticator is not None else None

@@ -54,6 +54,7 @@ _MAX_ITEMS: Final = 2048
 """Messages, parts of messages, inputs: each costs a step of its own, here and at the replica. OpenAI's limit for inputs."""
 
 _TELLING_BYTES: Final = 64
+"""Of a list, by which its place is found: to search for all of it would take a table as long as it."""
 _FEW_BYTES: Final = 100_000
 """Half of `MAX_VALUES` at most, which leaves the other half to what is known."""
 

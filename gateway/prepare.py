@@ -159,7 +159,15 @@ def _by_text(request: GenerationRequest, pool: Pool, root: BlockName, *, escape:
     num_tokens = int(num_bytes / pool.bytes_per_token) + 1
     prompt = fields.get("prompt")
     num_prompts = 1 if prompt is None else _prompts(prompt)[0]
-    return PreparedPrompt(chunk_names(text, root), num_tokens, None, escape, num_bytes, num_prompts, num_tokens)
+    return PreparedPrompt(
+        chunk_names(text, root),
+        num_tokens,
+        ids=None,
+        escape=escape,
+        num_bytes=num_bytes,
+        num_prompts=num_prompts,
+        total_tokens=num_tokens,
+    )
 
 
 def _fits_the_loop(request: GenerationRequest, prompter: Prompter | None) -> bool:

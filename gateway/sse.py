@@ -130,8 +130,7 @@ class EventRelay(ABC):
                 raise self._too_long()
             return event if self.read(event) else b""
         except UpstreamError as error:
-            self._failure = error
-            raise
+            return self._fail(error, [])
 
     def _feed_events(self, chunk: bytes) -> bytes:
         if self._failure is not None:

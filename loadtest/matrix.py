@@ -132,7 +132,7 @@ def _named(text: str, arms: Sequence[Arm]) -> list[Arm]:
     return [by_name[name] for name in text.split(",")]
 
 
-def _plan_of(arms: Sequence[Sequence[Arm]], lengths_s: Sequence[float], budget_s: float) -> Plan | None:
+def _plan_that_fits(arms: Sequence[Sequence[Arm]], lengths_s: Sequence[float], budget_s: float) -> Plan | None:
     """As many runs of just these as fit."""
     fitting = int(budget_s // _plan(arms, lengths_s, 1).seconds)
     return _plan(arms, lengths_s, min(_MOST_RUNS, fitting)) if fitting else None
@@ -203,10 +203,10 @@ def matrix(
     if routers and only_targets:
         raise click.UsageError("--routers and --only-targets are two answers to one question")
     if only_targets:
-        plan = _plan_of([compared_arms(cell.target_name, peers) for cell in cells], lengths_s, budget_min * 60)
+        plan = _plan_that_fits([compared_arms(cell.target_name, peers) for cell in cells], lengths_s, budget_min * 60)
     elif routers:
         named = _named(routers, [*_ESSENTIAL, *_COMPARED, *peers])
-        plan = _plan_of([named] * len(cells), lengths_s, budget_min * 60)
+        plan = _plan_that_fits([named] * len(cells), lengths_s, budget_min * 60)
     else:
         plan = make_plan(lengths_s, peers, budget_min * 60)
     if plan is None:

@@ -18,6 +18,8 @@ import msgspec
 
 __all__ = ["Behind", "PromptOrder", "Urgency"]
 
+_urgency: Final = attrgetter("urgency")
+
 
 class Urgency(NamedTuple):
     """A smaller one is computed sooner."""
@@ -86,6 +88,3 @@ class PromptOrder:
             part = min(left.tokens, done)
             left.tokens -= part
             done -= part
-
-
-_urgency: Final = attrgetter("urgency")

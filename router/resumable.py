@@ -35,15 +35,16 @@ from router.sandbox import parse_template
 from router.settled_loops import end_settled_loops
 from router.template_source import expression_source, template_source
 
-__all__ = ["MARK", "NOTE", "Resumable", "make_resumable"]
+__all__ = ["MARK", "NOTE", "SKIP", "STATE", "Resumable", "make_resumable"]
 
 MARK: Final = "\ufdd1"
 """No character. One that stands in a message is one too many, and who counts them finds out."""
 
-
-NOTE: Final = "warmpath_note"
 _OURS: Final = "warmpath_"
-_SKIP: Final = nodes.Name("warmpath_skip", "load")
+SKIP: Final = "warmpath_skip"
+STATE: Final = "warmpath_state"
+NOTE: Final = "warmpath_note"
+_SKIP: Final = nodes.Name(SKIP, "load")
 _FUNCTIONS: Final = frozenset({"raise_exception", "namespace", "range"})
 """Which say the same whenever they are asked: not `strftime_now`."""
 _KNOWN_OF_LOOP: Final = frozenset({"index", "index0", "first", "last"})
@@ -280,7 +281,7 @@ class _Loop:
         restore = [
             nodes.Assign(
                 nodes.NSRef(target.name, target.attr),
-                nodes.Getitem(nodes.Name("warmpath_state", "load"), nodes.Const(number), "load"),
+                nodes.Getitem(nodes.Name(STATE, "load"), nodes.Const(number), "load"),
             )
             for number, (target, _) in enumerate(states)
         ]

@@ -4,7 +4,7 @@
 
 *Wait* is uncached prompt tokens already promised to the replica ÷ its prefill rate, plus what its running decodes add. Own
 workers compute short prompts before long ones (`router.prompt_order`): what would come after this one is no wait, but
-it is *delayed* by this one's work, so each prompt that is counts once more. *Own
+it is *delayed* by this one's work, which counts once more for each such prompt. *Own
 work* is this prompt's uncached tokens ÷ that rate + a fixed part. With w = 1 this is the predicted time to the first token; w
 rises with the wait that even the least busy replica has, because near saturation every token prefilled twice delays
 everybody. *Away* is 0, but with several gateways that hear nothing of each other it is what counts against replicas that
@@ -381,17 +381,17 @@ class Router:
         self._last_stamp = max(now, math.nextafter(self._last_stamp, math.inf))
         self._begun += 1
         reservation = Reservation(
-            replica,
-            request_id,
-            query.names,
-            self._last_stamp,
-            decision.matched_tokens,
-            decision.prompt_tokens - decision.matched_tokens,
-            query.streamed,
-            now,
-            replica.breaker.begin(now),
-            query.num_bytes,
-            query.yields and replica.spec.kind == "warmpath",
+            replica=replica,
+            request_id=request_id,
+            names=query.names,
+            stamp=self._last_stamp,
+            matched_tokens=decision.matched_tokens,
+            uncached_tokens=decision.prompt_tokens - decision.matched_tokens,
+            streamed=query.streamed,
+            begun_at=now,
+            permit=replica.breaker.begin(now),
+            num_bytes=query.num_bytes,
+            yields=query.yields and replica.spec.kind == "warmpath",
         )
         replica.reserve(reservation)
         if replica.trust is not _BLIND:

@@ -20,7 +20,7 @@ from router.chat import Chat
 from router.native_template import NativeTemplate, compile_native
 from router.prompt_errors import PromptError, TokenizerError
 from router.rehearsal import rehearsal_chats
-from router.resumable import MARK, NOTE, Resumable, make_resumable
+from router.resumable import MARK, NOTE, SKIP, STATE, Resumable, make_resumable
 from router.sandbox import compile_template, template_literals
 
 __all__ = ["ChatTemplate", "LoopRendering", "are_texts"]
@@ -134,8 +134,8 @@ class ChatTemplate:
         resumable, loop = self._resumable[name]
         notes: list[Sequence[Any]] = []
         variables = self._variables(chat, messages, now)
-        ours = {"warmpath_skip": skip, "warmpath_state": state, "warmpath_note": lambda *noted: notes.append(noted)}
-        only_text = only_text and not (chat.tools or chat.documents or chat.variables)
+        ours = {SKIP: skip, STATE: state, NOTE: lambda *noted: notes.append(noted)}
+        only_text = only_text and _is_only_messages(chat)
         try:
             text = loop.render({**variables, **ours}, only_text=only_text)
         except Exception:  # out of fuel, as `render` will say
@@ -156,7 +156,7 @@ class ChatTemplate:
         return self._render_jinja(name, variables)
 
     def _render_native(self, name: str, chat: Chat, variables: dict[str, Any]) -> str | None:
-        only_text = not (chat.tools or chat.documents or chat.variables) and are_texts(variables["messages"])
+        only_text = _is_only_messages(chat) and are_texts(variables["messages"])
         try:
             return self._native[name].render(variables, only_text=only_text)
         except Exception as error:
@@ -236,6 +236,10 @@ def _compiled(name: str, source: str) -> jinja2.Template:
         return compile_template(source)
     except Exception as error:  # foreign code: besides jinja2's own errors, Python refuses what nests too deep
         raise TokenizerError(f"the chat template {name!r} does not compile: {error}") from error
+
+
+def _is_only_messages(chat: Chat) -> bool:
+    return not (chat.tools or chat.documents or chat.variables)
 
 
 def are_texts(messages: Iterable[Mapping[str, Any]]) -> bool:

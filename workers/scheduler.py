@@ -6,10 +6,10 @@ is cut into chunks and those who already generate wait for one chunk at most, ne
 In order: sequences that generate, ongoing prefills, waiting ones; but a waiting one goes before an ongoing prefill that is less
 urgent, which a long prompt would else hold up for seconds. More urgent is what has a higher priority, and within a priority
 what came sooner and has less to compute: each lets pass the shorter ones that come within its `patience_s`. So short prompts
-hardly wait for long ones, and nobody waits for ever. Waiting ones are admitted in that order, and
-only when the whole of what they have and one id more fit; their blocks are taken at once, so a prefill
-never runs out of memory halfway. A sequence that generates and finds no block takes those of the newest, which starts
-again from its ids later, mostly from the cache.
+hardly wait for long ones, and nobody waits for ever. Waiting ones are admitted in that order, and only when the whole of what
+they have and one id more fit; their blocks are taken at once, so a prefill never runs out of memory halfway. A sequence that
+generates and finds no block takes those of the last in that order, which starts again from its ids later, mostly from the
+cache.
 
 What must hold:
 - Every step with something to do runs something: the sequence first in order is never preempted for another one, and the
@@ -36,7 +36,6 @@ __all__ = ["Scheduler", "Slice"]
 
 _LOOK_AHEAD: Final = 16
 """How many waiting sequences may be stepped over in one step; each costs a look into the cache."""
-
 
 _turn: Final = attrgetter("turn")
 
@@ -152,7 +151,7 @@ class Scheduler:
         return slices
 
     def _reserve_next(self, seq: Seq) -> bool:
-        """Make sure of a block for the next id. False: there was none, and `seq` itself was the newest."""
+        """Make sure of a block for the next id. False: there was none, and `seq` itself was the last in order."""
         if len(seq.ids) <= len(seq.blocks) * self._block_size:
             return True
         while not self._pool.num_available:

@@ -24,7 +24,10 @@ from starlette.types import Receive, Scope, Send
 from gateway.admin.bodies import ChangeEvent, ReplicaBody, RequestRates, StateEvent
 from gateway.api_error import ApiError
 from gateway.repeating import repeat
-from gateway.server.asgi import AsgiExchange, ClientGone, Header, Reply, request_id, while_connected
+from gateway.server.asgi import AsgiExchange
+from gateway.server.exchange import ClientGone, Header
+from gateway.server.headers import request_id
+from gateway.server.reply import Reply, while_connected
 
 __all__ = ["EventStream", "Live", "RateMeter", "ServerSentEvents"]
 
@@ -54,9 +57,6 @@ class RateMeter:
         self.requests = 0
         """All there ever were, as `failures`."""
         self.failures = 0
-
-    def count(self, failed: bool, now: float) -> None:
-        self.add(1, failed, now)
 
     def add(self, new_requests: int, new_failures: int, now: float) -> None:
         """So many that have ended about now, and how many of them failed."""

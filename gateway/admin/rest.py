@@ -29,7 +29,10 @@ from gateway.api_error import ApiError
 from gateway.authentication import Authenticator
 from gateway.json_body import decode_object
 from gateway.keys import KeyRecord
-from gateway.server.asgi import ClientGone, error_headers, header, read_body, request_id, require_json
+from gateway.server.asgi import read_body
+from gateway.server.exchange import ClientGone
+from gateway.server.headers import header, request_id, require_json
+from gateway.server.reply import error_headers
 
 __all__ = [
     "Call",

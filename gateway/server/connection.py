@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Scope
 from uvicorn.server import ServerState
 
 from gateway.api_error import ApiError
-from gateway.server.asgi import new_request_id
 from gateway.server.cycle import Cycle, encode_error
 from gateway.server.exchange import Route
+from gateway.server.headers import new_request_id
 from gateway.server.known_head import KnownHead
 from gateway.server.request_head import RequestHead
 

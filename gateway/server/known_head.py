@@ -13,8 +13,8 @@ from typing import Final, Self
 
 from starlette.types import Scope
 
-from gateway.server.asgi import HEADERS_BY_NAME
 from gateway.server.exchange import Route
+from gateway.server.headers import HEADERS_BY_NAME
 from gateway.server.request_head import RequestHead
 
 __all__ = ["KnownHead"]
@@ -22,6 +22,7 @@ __all__ = ["KnownHead"]
 _MAX_BYTES: Final = 8 << 10
 """Well below what a head may have, so that a longer Content-Length never makes it too long. A connection keeps one."""
 _MAX_DIGITS: Final = 9
+"""A longer body is the parser's: a gigabyte is not what this is for."""
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: ?([0-9]+)\r\n", re.IGNORECASE)
 _LINE: Final = re.compile(rb"content-length", re.IGNORECASE)
 _NEVER: Final = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"trailer"})

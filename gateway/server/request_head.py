@@ -12,7 +12,7 @@ from httptools import HttpParserError, parse_url
 from starlette.types import Scope
 
 from gateway.api_error import ApiError
-from gateway.server.asgi import HEADERS_BY_NAME
+from gateway.server.headers import HEADERS_BY_NAME
 
 __all__ = ["RequestHead"]
 

@@ -145,7 +145,7 @@ class Exchange:
 
     # --- the reader's side
 
-    async def wait_head(self) -> None:
+    async def wait_ready(self) -> None:
         """Until status and headers are here, and as much of the body as `UpstreamRequest.ready` waits for."""
         while not self._is_ready():
             await self._wait()
@@ -257,7 +257,7 @@ class Exchange:
     # --- the connection's side
 
     def feed(self, data: bytes) -> None:
-        if self._parser is not None or not self._is_counted(data):
+        if self._parser is not None or not self._try_count(data):
             assert self._parser is not None
             self._framing_bytes += len(data)
             try:
@@ -283,8 +283,8 @@ class Exchange:
             self._carrier.pause_reading()
             self._wake()
 
-    def _is_counted(self, data: bytes) -> bool:
-        """Whether there is no parser, because the head is known and the body need only be counted, as was done with `data`."""
+    def _try_count(self, data: bytes) -> bool:
+        """Count `data` of an answer whose head is known; False, and nothing is counted, where the parser must read it."""
         if self._left is None:
             self._heard = True
             known = None if self._is_head_request else self._known_head.read(data)

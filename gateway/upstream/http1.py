@@ -83,7 +83,7 @@ class Http1Upstream:
         if connection is not None:
             exchange = connection.begin(head, request)
             try:
-                await exchange.wait_head()
+                await exchange.wait_ready()
             except UpstreamClosed:
                 if not exchange.met_closed_connection:
                     raise
@@ -91,7 +91,7 @@ class Http1Upstream:
                 return exchange
         connection = await self._connect(request)
         exchange = connection.begin(head, request)
-        await exchange.wait_head()
+        await exchange.wait_ready()
         return exchange
 
     async def aclose(self) -> None:

@@ -17,6 +17,7 @@ __all__ = ["MAX_KNOWN_BYTES", "KnownHead"]
 MAX_KNOWN_BYTES: Final = 1 << 10
 """Longer heads are parsed each time."""
 _MAX_DIGITS: Final = 9
+"""A longer body is the parser's: a gigabyte is not what this is for."""
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: (\d{1,%d})\r\n" % _MAX_DIGITS, re.IGNORECASE)
 _LENGTH_NAME: Final = b"content-length"
 

@@ -71,3 +71,17 @@ def test_every_python_module_that_a_page_names_is_there() -> None:
     ]
 
     assert missing == []
+
+
+def test_every_module_has_its_place_in_the_map() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    section = page.partition("## Where things are\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", section))
+    modules = {
+        file.stem
+        for package in ("router", "gateway", "loadtest")
+        for file in (ROOT / package).rglob("*.py")
+        if file.parent.name != "commands" and not file.stem.startswith("__")
+    }
+
+    assert named == modules

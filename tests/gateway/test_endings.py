@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,11 +61,13 @@ async def test_who_asks_gets_what_waits_and_nothing_is_told_twice() -> None:
 async def test_the_end_leaves_nothing_behind_and_no_timer() -> None:
     told = _Told()
     told.endings.add(record(status=200))
+    timer = told.endings._timer
 
     told.endings.close()
-    await asyncio.sleep(0.06)
 
     assert len(told.batches) == 1
+    assert timer is not None
+    assert timer.cancelled()
 
 
 async def test_a_request_that_has_just_ended_is_in_every_number(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ async def outcome(
 async def what_came(exchange: Exchange, carrier: Recorder) -> tuple[Answer | type[UpstreamError], str]:
     got: Answer | type[UpstreamError]
     try:
-        await exchange.wait_head()
+        await exchange.wait_ready()
         got = (exchange.status, exchange.headers, await exchange.read(1 << 20))
     except UpstreamError as error:
         got = type(error)
@@ -353,7 +353,7 @@ async def test_a_waiting_reader_gets_each_piece_as_it_comes() -> None:
 @pytest.mark.parametrize(("ready", "wakes_at"), [("head", 0), ("body", 1), ("whole", 3)])
 async def test_a_caller_wakes_up_when_there_is_what_it_can_use(ready: Ready, wakes_at: int) -> None:
     exchange, carrier = start(ready=ready)
-    waiting = asyncio.ensure_future(exchange.wait_head())
+    waiting = asyncio.ensure_future(exchange.wait_ready())
     pieces = (b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n", b"ab", b"cd", b"ef")
 
     for number, piece in enumerate(pieces):
@@ -368,7 +368,7 @@ async def test_a_caller_wakes_up_when_there_is_what_it_can_use(ready: Ready, wak
 
 async def test_a_refusal_wakes_its_caller_with_its_head() -> None:
     exchange, _ = start(ready="whole")
-    waiting = asyncio.ensure_future(exchange.wait_head())
+    waiting = asyncio.ensure_future(exchange.wait_ready())
     await asyncio.sleep(0)
 
     exchange.feed(b"HTTP/1.1 429 Busy\r\nretry-after: 1\r\ncontent-length: 6\r\n\r\n")
@@ -379,7 +379,7 @@ async def test_a_refusal_wakes_its_caller_with_its_head() -> None:
 
 async def test_what_must_not_wait_in_memory_wakes_its_caller_before_it_is_whole() -> None:
     exchange, carrier = start(ready="whole")
-    waiting = asyncio.ensure_future(exchange.wait_head())
+    waiting = asyncio.ensure_future(exchange.wait_ready())
     await asyncio.sleep(0)
 
     exchange.feed(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (2 * HIGH_WATER_BYTES) + b"x" * HIGH_WATER_BYTES)
@@ -393,7 +393,7 @@ async def test_what_must_not_wait_in_memory_wakes_its_caller_before_it_is_whole(
 
 async def test_silence_within_a_body_that_is_wanted_whole_is_a_timeout_of_its_reader() -> None:
     exchange, carrier = start(first_byte_s=600.0, idle_s=0.2, ready="whole")
-    waiting = asyncio.ensure_future(exchange.wait_head())
+    waiting = asyncio.ensure_future(exchange.wait_ready())
     await asyncio.sleep(0)
     exchange.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
     began = time.monotonic()
@@ -616,7 +616,7 @@ async def test_no_head_in_time_is_a_timeout() -> None:
     exchange, carrier = start(first_byte_s=0.01)
 
     with pytest.raises(UpstreamTimeout, match="no first byte"):
-        await exchange.wait_head()
+        await exchange.wait_ready()
 
     assert carrier.ended == ["closed"]
 
@@ -625,7 +625,7 @@ async def test_a_head_without_a_body_in_time_is_the_same_timeout() -> None:
     exchange, carrier = start(first_byte_s=0.02)
     begun = asyncio.get_running_loop().time()
     exchange.feed(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-    await exchange.wait_head()
+    await exchange.wait_ready()
 
     with pytest.raises(UpstreamTimeout, match="no first byte"):
         await exchange.read_chunk()
@@ -636,7 +636,7 @@ async def test_a_head_without_a_body_in_time_is_the_same_timeout() -> None:
 
 async def test_silence_within_a_body_is_a_timeout_however_long_the_first_byte_may_take() -> None:
     exchange, carrier = start(first_byte_s=600.0, idle_s=0.01)
-    waiting = asyncio.ensure_future(exchange.wait_head())
+    waiting = asyncio.ensure_future(exchange.wait_ready())
     await asyncio.sleep(0)
     exchange.feed(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n")
     await waiting
@@ -677,7 +677,7 @@ async def test_bytes_that_come_in_the_same_moment_as_the_deadline_are_in_time() 
 
 async def test_a_reader_that_is_away_causes_no_timeout() -> None:
     exchange, carrier = start(first_byte_s=0.02, idle_s=0.02)
-    waiting = asyncio.ensure_future(exchange.wait_head())
+    waiting = asyncio.ensure_future(exchange.wait_ready())
     await asyncio.sleep(0)
     exchange.feed(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n")
     await waiting
@@ -693,7 +693,7 @@ async def test_a_reader_that_is_away_causes_no_timeout() -> None:
 
 async def test_a_cancelled_reader_closes_the_connection() -> None:
     exchange, carrier = start()
-    reading = asyncio.ensure_future(exchange.wait_head())
+    reading = asyncio.ensure_future(exchange.wait_ready())
     await asyncio.sleep(0)
 
     reading.cancel()
@@ -705,7 +705,7 @@ async def test_a_cancelled_reader_closes_the_connection() -> None:
 
 async def test_a_reader_cancelled_in_the_moment_its_data_came_closes_the_connection_too() -> None:
     exchange, carrier = start()
-    reading = asyncio.ensure_future(exchange.wait_head())
+    reading = asyncio.ensure_future(exchange.wait_ready())
     await asyncio.sleep(0)
 
     exchange.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n")
@@ -718,7 +718,7 @@ async def test_a_reader_cancelled_in_the_moment_its_data_came_closes_the_connect
 
 async def test_an_answer_that_was_read_is_forgotten_at_once() -> None:
     exchange, _ = start(first_byte_s=600.0)
-    waiting = asyncio.ensure_future(exchange.wait_head())
+    waiting = asyncio.ensure_future(exchange.wait_ready())
     await asyncio.sleep(0)
     exchange.feed(LENGTH)
     await waiting

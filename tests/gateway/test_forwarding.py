@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from gateway.forwarding import Forwarding
-from gateway.server.asgi import Reply
 from gateway.server.exchange import Header
+from gateway.server.reply import Reply
 from gateway.sse import SseRelay
 from gateway.upstream.contract import ProtocolViolation, UpstreamError
 

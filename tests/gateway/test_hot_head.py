@@ -16,8 +16,6 @@ from gateway.authentication import Authenticator
 from gateway.hot_head import HotHead, hot_head
 from gateway.keys import RingHolder
 from gateway.limits import Quota, Rules
-from gateway.server.connection import Connection
-from gateway.server.known_head import KnownHead
 from gateway.tenants import Standing
 from router import Priority
 from tests.gateway.stub import MODEL, Running, StubReplica, gateway, says, stub
@@ -35,21 +33,6 @@ async def replica() -> AsyncIterator[StubReplica]:
 async def running(tmp_path: Path, replica: StubReplica) -> AsyncIterator[Running]:
     async with gateway(tmp_path, replica) as running:
         yield running
-
-
-@pytest.fixture
-def recognized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the bodies whose heads were recognized."""
-    lengths: list[int] = []
-    take = Connection._take_known
-
-    def noted(self: Connection, known: KnownHead, data: bytes) -> bytes:
-        if (found := known.match(data)) is not None:
-            lengths.append(found[0])
-        return take(self, known, data)
-
-    monkeypatch.setattr(Connection, "_take_known", noted)
-    return lengths
 
 
 async def ask(running: Running, key: str, **headers: str) -> httpx.Response:

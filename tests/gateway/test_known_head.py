@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from gateway.server import connection as connections
-from gateway.server.asgi import HEADERS_BY_NAME, AsgiExchange
+from gateway.server.asgi import AsgiExchange
 from gateway.server.connection import Connection, ListenerLimits
 from gateway.server.exchange import Exchange, Route
+from gateway.server.headers import HEADERS_BY_NAME
 from gateway.server.known_head import KnownHead
 from gateway.server.listener import Listener
 from gateway.server.request_head import RequestHead
@@ -133,27 +133,10 @@ async def both(pieces: Sequence[bytes]) -> Client:
     return known
 
 
-def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Body lengths of the requests that were recognized."""
-    found: list[int] = []
-    take = Connection._take_known
-
-    def noted(self: Connection, known: KnownHead, data: bytes) -> bytes:
-        match = known.match(data)
-        if match is not None:
-            found.append(match[0])
-        return take(self, known, data)
-
-    monkeypatch.setattr(connections.Connection, "_take_known", noted)
-    return found
-
-
-async def test_a_head_that_comes_again_is_recognized_whatever_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = counting(monkeypatch)
-
+async def test_a_head_that_comes_again_is_recognized_whatever_its_length(recognized: list[int]) -> None:
     client = await both([post(b"x" * size) for size in (5, 0, 7, 1234, 5)])
 
-    assert found == [0, 7, 1234, 5]
+    assert recognized == [0, 7, 1234, 5]
     assert client.seen[0].count(b"HTTP/1.1 200") == 5
 
 
@@ -172,14 +155,10 @@ async def test_a_head_that_comes_again_is_recognized_whatever_its_length(monkeyp
         post(b"hello", b"A: " + b"a" * 9000),
     ],
 )
-async def test_heads_that_say_more_than_a_length_are_never_remembered(
-    monkeypatch: pytest.MonkeyPatch, request_: bytes
-) -> None:
-    found = counting(monkeypatch)
-
+async def test_heads_that_say_more_than_a_length_are_never_remembered(recognized: list[int], request_: bytes) -> None:
     await both([request_, request_, post(b"behind")])
 
-    assert found == []
+    assert recognized == []
 
 
 @pytest.mark.parametrize(
@@ -205,12 +184,10 @@ async def test_heads_that_say_more_than_a_length_are_never_remembered(
         *(b"1000000000", b"99999999999999999999", b"5\r\nContent-Length: 6", b"5\r\nA: b"),
     ],
 )
-async def test_a_length_that_is_not_plain_is_the_parsers(monkeypatch: pytest.MonkeyPatch, length: bytes) -> None:
-    found = counting(monkeypatch)
-
+async def test_a_length_that_is_not_plain_is_the_parsers(recognized: list[int], length: bytes) -> None:
     await both([post(b"first"), post(b"hello", length=length), post(b"behind")])
 
-    assert 5 not in found
+    assert 5 not in recognized
 
 
 @pytest.mark.parametrize(
@@ -225,14 +202,10 @@ async def test_a_length_that_is_not_plain_is_the_parsers(monkeypatch: pytest.Mon
         (b"X-Last", b"x-last"),
     ],
 )
-async def test_a_head_that_differs_anywhere_is_the_parsers(
-    monkeypatch: pytest.MonkeyPatch, changed: tuple[bytes, bytes]
-) -> None:
-    found = counting(monkeypatch)
-
+async def test_a_head_that_differs_anywhere_is_the_parsers(recognized: list[int], changed: tuple[bytes, bytes]) -> None:
     await both([post(b"hello"), post(b"hello").replace(*changed), post(b"behind")])
 
-    assert 5 not in found
+    assert 5 not in recognized
 
 
 async def test_a_body_that_looks_like_requests_is_a_body() -> None:

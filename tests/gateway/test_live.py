@@ -215,7 +215,7 @@ async def test_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) 
 def test_a_rate_is_that_of_the_last_whole_seconds() -> None:
     meter = RateMeter()
     for tick in range(300):
-        meter.count(failed=tick % 3 == 0, now=100 + tick / 10)
+        meter.add(1, int(tick % 3 == 0), 100 + tick / 10)
 
     assert meter.per_s(130.0) == pytest.approx((10.0, 10 / 3), abs=0.05)
     assert meter.per_s(135.5)[0] == pytest.approx(10 * 4 / 9)

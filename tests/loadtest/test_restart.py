@@ -10,7 +10,7 @@ import pytest
 
 from loadtest.holds import longest_ms, read_holds
 from loadtest.openloop import Answer
-from loadtest.restart import Recovery, judge_recovery
+from loadtest.recovery import Recovery, judge_recovery
 from loadtest.workloads import Request
 
 TALK = 1000

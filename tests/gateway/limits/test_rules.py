@@ -12,7 +12,7 @@ from gateway.limits import LocalLimiter, Price, Quota, Refused, Reservation, Rul
 from gateway.limits.headers import refusal_headers
 from gateway.limits.ledger import Ledger, Limit, Measure
 from gateway.openai import parse_request
-from gateway.server.asgi import error_headers
+from gateway.server.reply import error_headers
 
 FULL = Quota(
     requests_per_minute=10, tokens_per_minute=1000, parallel_requests=2, tokens_per_day=50_000, usd_per_day=1.5
