@@ -36,7 +36,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def test_it_is_ready_in_seconds_and_says_how_to_use_it(up: Up) -> None:
-    assert up.start_cpu_s < 15
+    assert up.start_cpu_s < 2 * 15  # twice: see `test_smoke`
     assert up.base_url.endswith("/v1")
     assert up.api_key.startswith("wp-")
     assert up.admin_key.startswith("wpa-")
