@@ -19,7 +19,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         yield system
 
 
-def test_a_start_with_the_model_at_hand_is_ready_within_20_s(up: Up) -> None:
+def test_a_start_with_the_model_at_hand_computes_for_seconds_only(up: Up) -> None:
     """As long as it computes, since a machine that does much else gives it less than its time.
 
     Twice the time is allowed: a core whose other half is busy with somebody else's work takes up to twice as long for the same.
