@@ -56,6 +56,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float
     tokens_per_chunk: int
     kv_tokens: int
+    patience: float = 0.0
+    """Of the replicas; 0: prompts are computed first come, first served."""
     seed: int
     runs: int
     limits: Limits
@@ -63,6 +65,17 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Whether every answer was waited for, also where none could change a percentile any more."""
     peers: dict[str, str] = {}
     """Command lines of other routers."""
+
+    @property
+    def file_name(self) -> str:
+        """The beginning of the names of files about it, so that those of several can share a folder."""
+        load = f"-{self.load:g}x" if self.workload == "trace" else ""
+        return f"{self.workload}{load}{'' if self.patience else '-fcfs'}"
+
+    @property
+    def order(self) -> str:
+        """In which replicas compute prompts."""
+        return f"short prompts first (patience {self.patience:g})" if self.patience else "first come, first served"
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +109,7 @@ def compare(arms: Sequence[Arm], workload: Workload, setup: Setup, port: int, te
         speedup=setup.speedup,
         kv_tokens=setup.kv_tokens,
         tokens_per_chunk=setup.tokens_per_chunk,
+        patience=setup.patience,
     )
     ideal = ideal_cached_tokens(workload.requests)
     done: list[Run] = []

@@ -24,6 +24,7 @@ from loadtest.plots import draw_plots, require_matplotlib
 from loadtest.processes import SystemFailure
 from loadtest.report import markdown
 from loadtest.summary import Limits
+from loadtest.system import PATIENCE
 from loadtest.targets import OURS, TARGETS, cell_name
 from loadtest.workloads import SHARED_RATES, Workload, make_workload
 
@@ -70,7 +71,7 @@ class Cell:
 CELLS: Final = (
     Cell("shared", 1.0, speedup=1.5),
     Cell("chats", 1.0, speedup=5.0),
-    Cell("trace", 1.0, speedup=3.0),
+    Cell("trace", 1.0, speedup=2.0),
     Cell("trace", 1.5, speedup=2.0),
     Cell("trace", 2.0, speedup=1.5),
 )
@@ -170,6 +171,13 @@ Examples:
     help="Under each load only the routers that its targets compare, peers at their best.",
 )
 @click.option("--speedup", type=click.FloatRange(0.1, 50), help="Of all time.  [default: each load has its own]")
+@click.option(
+    "--patience",
+    type=click.FloatRange(0, 100),
+    default=PATIENCE,
+    show_default=True,
+    help="Of the replicas; 0: they compute prompts first come, first served, as other engines do.",
+)
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--port", type=click.IntRange(1024, 65000), default=8600, show_default=True)
 @click.option(
@@ -184,6 +192,7 @@ def matrix(
     routers: str,
     only_targets: bool,
     speedup: float | None,
+    patience: float,
     seed: int,
     port: int,
     out: Path,
@@ -221,27 +230,18 @@ def matrix(
         return
     out.mkdir(parents=True, exist_ok=True)
     reports = [
-        _measure(cell, workload, arms, plan.runs, seed, port, out, console)
+        _measure(_setup(cell, workload, arms, plan.runs, patience, seed), arms, workload, port, out, console)
         for cell, workload, arms in zip(cells, workloads, plan.arms, strict=True)
     ]
     text = markdown(reports)
-    (out / "tables.md").write_text(text)
+    (out / f"tables{'' if patience else '-fcfs'}.md").write_text(text)
     click.echo(text, nl=False)
     if any(run.total.errors for each in reports for run in each.all):
         sys.exit(1)
 
 
-def _measure(
-    cell: Cell,
-    workload: Workload,
-    arms: Sequence[Arm],
-    runs: int,
-    seed: int,
-    port: int,
-    out: Path,
-    console: Console,
-) -> Report:
-    setup = Setup(
+def _setup(cell: Cell, workload: Workload, arms: Sequence[Arm], runs: int, patience: float, seed: int) -> Setup:
+    return Setup(
         workload=cell.workload,
         load=cell.load,
         requests=len(workload.requests),
@@ -250,17 +250,21 @@ def _measure(
         speedup=cell.speedup,
         tokens_per_chunk=16,
         kv_tokens=workload.kv_tokens,
+        patience=patience,
         seed=seed,
         runs=runs,
         limits=Limits(),
         to_the_end=cell.to_the_end,
         peers={arm.name: " ".join(arm.words) for arm in arms if isinstance(arm, Peer)},
     )
+
+
+def _measure(setup: Setup, arms: Sequence[Arm], workload: Workload, port: int, out: Path, console: Console) -> Report:
     try:
-        report = compare(arms, workload, setup, port, lambda text: console.print(f"[dim]{cell.name}: {text}[/]"))
+        report = compare(arms, workload, setup, port, lambda text: console.print(f"[dim]{setup.file_name}: {text}[/]"))
     except SystemFailure as error:
         raise click.ClickException(str(error)) from error
     show(console, report)
-    write_report(report, out / f"{cell.name}.json")
+    write_report(report, out / f"{setup.file_name}.json")
     draw_plots(report, out)
     return report

@@ -25,12 +25,11 @@ def require_matplotlib() -> None:
 
 
 def draw_plots(report: Report, folder: Path) -> list[Path]:
-    """Two PNG files. The names tell workload and load, so that those of several reports can share a folder."""
+    """Two PNG files, by the setup's name."""
     folder.mkdir(parents=True, exist_ok=True)
     setup = report.setup
-    name = f"{setup.workload}-{setup.load:g}x"
-    paths = [folder / f"{name}-ttft.png", folder / f"{name}-load.png"]
-    title = f"{setup.workload} at {setup.load:g}×, {setup.replicas} replicas"
+    paths = [folder / f"{setup.file_name}-ttft.png", folder / f"{setup.file_name}-load.png"]
+    title = f"{setup.workload} at {setup.load:g}×, {setup.replicas} replicas, {setup.order}"
     _draw_ttft(report.median, title, paths[0])
     _draw_load(report.median, title, paths[1])
     return paths

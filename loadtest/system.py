@@ -20,13 +20,16 @@ import httpx
 from loadtest.arms import Arm, Ours, Peer
 from loadtest.processes import Process, Usage, running_process
 
-__all__ = ["MAX_GATEWAYS", "MODEL", "NUM_PORTS", "FleetShape", "System", "running_system"]
+__all__ = ["MAX_GATEWAYS", "MODEL", "NUM_PORTS", "PATIENCE", "FleetShape", "System", "running_system"]
 
 MODEL: Final = "simulated"
 
 NUM_PORTS: Final = 4
 """In front of the replicas': clients', admin API, and the same of a second gateway; a peer may use the third."""
 MAX_GATEWAYS: Final = NUM_PORTS // 2
+
+PATIENCE: Final = 1.0
+"""Of own workers that are told nothing else."""
 
 _START_S: Final = 30.0
 _POLL_S: Final = 0.1
@@ -52,6 +55,8 @@ class FleetShape:
     speedup: float
     kv_tokens: int
     tokens_per_chunk: int
+    patience: float = PATIENCE
+    """0: they compute prompts first come, first served, as other engines do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +197,7 @@ def _start_fleet(
             *(sys.executable, "-m", "workers", "simulated", "--replicas", str(len(mine)), "--port", str(mine[0])),
             *("--speedup", str(shape.speedup), "--kv-memory", str(shape.kv_tokens * _KV_BYTES_PER_TOKEN)),
             *("--tokens-per-chunk", str(shape.tokens_per_chunk), "--grace", "0"),
+            *("--patience", str(shape.patience)),
             *joining,
         ]
         if joining:

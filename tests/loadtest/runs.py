@@ -51,7 +51,14 @@ def timed_run(arm: str, p50: float, p90: float, *, tpot_p90: float = 50.0, inval
     return msgspec.structs.replace(run, total=total, invalid=invalid)
 
 
-def report_of(runs: list[Run], *, workload: str = "trace", load: float = 1.0, peers: tuple[str, ...] = ()) -> Report:
+def report_of(
+    runs: list[Run],
+    *,
+    workload: str = "trace",
+    load: float = 1.0,
+    peers: tuple[str, ...] = (),
+    patience: float = 1.0,
+) -> Report:
     setup = Setup(
         workload=workload,
         load=load,
@@ -61,6 +68,7 @@ def report_of(runs: list[Run], *, workload: str = "trace", load: float = 1.0, pe
         speedup=2.0,
         tokens_per_chunk=16,
         kv_tokens=1000,
+        patience=patience,
         seed=1,
         runs=1,
         limits=Limits(),
