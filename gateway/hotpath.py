@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, cast
+from typing import Any, Final, cast
 from weakref import ref
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -38,8 +38,8 @@ from gateway.limits import (
     refusal_headers,
 )
 from gateway.model_cards import ModelCards
-from gateway.openai import Endpoint, GenerationRequest, parse_request
-from gateway.prepare import PreparedPrompt, Preparer
+from gateway.openai import Endpoint, GenerationRequest, parse_decoded, parse_request
+from gateway.prepare import PreparedPrompt, Preparer, is_short_text
 from gateway.response_events import response_error_event
 from gateway.server.asgi import AsgiExchange
 from gateway.server.exchange import ClientGone, Exchange, Header, Route
@@ -203,6 +203,7 @@ class HotPath:
         if caller.early and (refused := self._access.limiter.look(caller.early)) is not None:
             raise _refuse(refused, reply, record)
         home = None
+        fields: Mapping[str, Any] | None = None
         if head.stored is not None:
             request, home = self._find(head.stored, owner)
             asked = (request.model, *self._aliases.of(request.model))  # by which of them is not known any more
@@ -211,7 +212,11 @@ class HotPath:
             body = exchange.try_take_body(self._max_body_bytes)
             if body is None:
                 body = await exchange.read_body(self._max_body_bytes)
-            request = parse_request(cast(Endpoint, head.endpoint), body, open_access=key is None)
+            endpoint, open_access = cast(Endpoint, head.endpoint), key is None
+            if self._router.all_text and is_short_text(body):
+                request, fields = parse_decoded(endpoint, body, open_access=open_access)
+            else:
+                request = parse_request(endpoint, body, open_access=open_access)
             asked = (request.model,)
             request = self._aliases.resolve(request)
             if request.follows is not None and (known := self._home(owner, request.follows)) is not None:
@@ -244,14 +249,17 @@ class HotPath:
                     await self._preparer.prepare(request, pool, salt)  # finds what is wrong with the body
                     await self._dispatcher.answer(job(_NOTHING_TO_COMPUTE), reply, record)
             else:
-                prompt = await self._prompt(request, pool, salt)
+                prompt = await self._prompt(request, pool, salt, fields)
+                fields = None  # which are as long as the body, and nobody's any more
                 with await self._admit(caller, request, prompt, reply, record):
                     await self._dispatcher.answer(job(prompt), reply, record)
 
-    async def _prompt(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
+    async def _prompt(
+        self, request: GenerationRequest, pool: Pool, salt: str, fields: Mapping[str, Any] | None
+    ) -> PreparedPrompt:
         if request.subpath:
             return _NOTHING_TO_COMPUTE
-        prompt = self._preparer.try_prepare(request, pool, salt)  # which also finds what is wrong with the body
+        prompt = self._preparer.try_prepare(request, pool, salt, fields)  # which also finds what is wrong with the body
         if prompt is None:
             prompt = await self._preparer.prepare(request, pool, salt)
         if prompt.ids is not None and prompt.num_tokens > _LONG_PROMPT_TOKENS:

@@ -1,7 +1,8 @@
 """OpenAI request and answer shapes as typed values. Pure: bytes in, values and bytes out.
 
-A body is scanned once. What the gateway acts on becomes typed values; `messages`, `prompt` and everything it does not know
-stay raw bytes and reach the replica as the client wrote them. Fields are added by splicing, never by encoding the body anew.
+What the gateway acts on becomes typed values; the body reaches the replica as the client wrote it, with fields added by
+splicing, never by encoding it anew. Where a talk may be known by its bytes, `messages` and `prompt` stay raw (`parse_request`);
+where all of the prompt will be looked at anyhow, the body is decoded at once (`parse_decoded`). Both find the same valid.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "GenerationRequest",
     "Response",
     "Usage",
+    "parse_decoded",
     "parse_request",
     "parse_response",
     "parse_usage",
@@ -101,6 +103,19 @@ class Body(msgspec.Struct):
 
 
 _body_decoder = msgspec.json.Decoder(Body)
+
+_DecodedBody: Final = msgspec.defstruct(
+    "_DecodedBody",
+    [
+        ("model", str),
+        *(
+            (each.name, Any if each.type is msgspec.Raw else each.type, each.default)
+            for each in msgspec.structs.fields(Body)
+            if not each.required
+        ),
+    ],
+)
+"""The same of a body that is decoded already: values where `Body` has raw bytes."""
 
 _INNER: Final = ("warmpath", *REFUSED)
 _inner_of = attrgetter(*_INNER)
@@ -197,11 +212,32 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
     try:
         fields = _body_decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise ApiError(400, "invalid_type", f"Invalid request: {error}", param=_param_of(error)) from error
+        raise _invalid_type(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid_json(str(error)) from error
     except RecursionError as error:
         raise invalid_json("it is nested too deeply") from error
+    return _request(endpoint, fields, body, fields.messages, open_access=open_access)
+
+
+def parse_decoded(endpoint: Endpoint, body: bytes, *, open_access: bool) -> tuple[GenerationRequest, dict[str, Any]]:
+    """The same, and what `GenerationRequest.fields` would give: for half the time where both are needed."""
+    if not body.startswith(b"{"):  # white space is before it, or it is no object
+        request = parse_request(endpoint, body, open_access=open_access)
+        return request, request.fields()
+    decoded = decode_object(body)
+    try:
+        fields = msgspec.convert(decoded, _DecodedBody)
+    except msgspec.ValidationError as error:
+        raise _invalid_type(error) from error
+    _require_few_items(decoded)
+    return _request(endpoint, fields, body, _ABSENT, open_access=open_access), decoded
+
+
+def _request(
+    endpoint: Endpoint, fields: Any, body: bytes, messages: msgspec.Raw, *, open_access: bool
+) -> GenerationRequest:
+    """`fields`: a `Body`, raw or decoded."""
     if _inner_of(fields) != _NO_INNER:
         _refuse_inner_fields(fields, open_access=open_access)
     _require_prompt(endpoint, fields)
@@ -220,40 +256,48 @@ def parse_request(endpoint: Endpoint, body: bytes, *, open_access: bool) -> Gene
         choices=_most(fields.n, fields.best_of) or 1,
         follows=_followed(fields) if endpoint == "/v1/responses" else None,
         body=body,
-        messages=fields.messages,
+        messages=messages,
     )
 
 
-def _most(*values: msgspec.Raw) -> int | None:
+def _most(*values: Any) -> int | None:
     """Of those that are given: which of them counts is a replica's to say, and it may be the largest."""
     most = None
-    for raw in values:
-        if raw is not _ABSENT and (count := _count(raw)) is not None and (most is None or count > most):
+    for value in values:
+        if value is not _ABSENT and (count := _count(value)) is not None and (most is None or count > most):
             most = count
     return most
 
 
-def _count(raw: msgspec.Raw) -> int | None:
+def _count(value: object) -> int | None:
     """A number that only limits look at; what is none is the replica's to refuse."""
-    value = bytes(raw)
-    if value.isdigit() and len(value) <= _COUNT_DIGITS:
-        return min(int(value), _MOST_COUNTED)
-    try:  # there are replicas that take "16", 16.0 and 1e9 for numbers
-        number = float(msgspec.json.decode(value))
+    if type(value) is int and value >= 0:
+        return min(value, _MOST_COUNTED)
+    try:
+        if type(value) is msgspec.Raw:
+            digits = bytes(value)
+            if digits.isdigit() and len(digits) <= _COUNT_DIGITS:
+                return min(int(digits), _MOST_COUNTED)
+            value = msgspec.json.decode(digits)
+        number = float(value)  # type: ignore[arg-type]  # there are replicas that take "16", 16.0 and 1e9 for numbers
     except (ValueError, TypeError, OverflowError, RecursionError):
         return None
     return int(min(number, _MOST_COUNTED)) if number >= 0 else None
 
 
-def _require_prompt(endpoint: Endpoint, fields: Body) -> None:
+def _require_prompt(endpoint: Endpoint, fields: Any) -> None:
     wanted = _PROMPT_FIELDS[endpoint]
     if wanted is None:
         return
-    raw: msgspec.Raw = getattr(fields, wanted)
-    value = bytes(memoryview(raw)[:4])
-    if raw is _ABSENT or value == b"null":
+    value = getattr(fields, wanted)
+    if type(value) is msgspec.Raw:
+        beginning = bytes(memoryview(value)[:4])
+        is_given, is_list = beginning not in (b"", b"null"), beginning.startswith(b"[")
+    else:
+        is_given, is_list = value is not None, type(value) is list
+    if not is_given:
         raise ApiError(400, "missing_required_parameter", f"Missing required parameter: '{wanted}'.", param=wanted)
-    if wanted == "messages" and not value.startswith(b"["):
+    if wanted == "messages" and not is_list:
         raise ApiError(400, "invalid_type", "'messages' must be a list of messages.", param=wanted)
 
 
@@ -276,13 +320,17 @@ class _Named(msgspec.Struct):
     id: str
 
 
-_followed_decoder: msgspec.json.Decoder[str | _Named | None] = msgspec.json.Decoder(str | _Named | None)
+_Followed = str | _Named | None
+_followed_decoder: msgspec.json.Decoder[_Followed] = msgspec.json.Decoder(_Followed)
 
 
-def _followed(fields: Body) -> str | None:
-    for raw in (fields.previous_response_id, fields.conversation):
+def _followed(fields: Any) -> str | None:
+    for value in (fields.previous_response_id, fields.conversation):
+        if value is _ABSENT:
+            continue
         try:
-            named = _followed_decoder.decode(raw) if bytes(raw) else None
+            is_raw = type(value) is msgspec.Raw
+            named = _followed_decoder.decode(value) if is_raw else msgspec.convert(value, _Followed)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue  # the replica says what is wrong with it
         if named is not None:
@@ -290,10 +338,14 @@ def _followed(fields: Body) -> str | None:
     return None
 
 
-def _refuse_inner_fields(fields: Body, *, open_access: bool) -> None:
+def _refuse_inner_fields(fields: Any, *, open_access: bool) -> None:
     for name in ("warmpath",) if open_access else _INNER:
         if getattr(fields, name) is not _ABSENT:
             raise ApiError(400, "unknown_parameter", f"Unknown parameter: '{name}'.", param=name)
+
+
+def _invalid_type(error: msgspec.ValidationError) -> ApiError:
+    return ApiError(400, "invalid_type", f"Invalid request: {error}", param=_param_of(error))
 
 
 def _param_of(error: msgspec.ValidationError) -> str | None:

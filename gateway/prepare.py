@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -24,7 +24,7 @@ from router.prompt import Prompter, PromptError, Sighting, TokenizerFiles, load_
 from router.text_key import canonical_text
 from router.wire import pack_ids
 
-__all__ = ["PreparedPrompt", "Preparer", "Prompters"]
+__all__ = ["PreparedPrompt", "Preparer", "Prompters", "is_short_text"]
 
 _LOOP_S: Final = 0.0015
 """The longest that a request may hold the event loop here, as far as it can be told beforehand."""
@@ -119,19 +119,25 @@ class Preparer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self.prepare_now, request, pool, salt)
 
-    def try_prepare(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt | None:
-        """At once, if that takes little time; None: `prepare`. Raises as that does."""
-        if _fits_the_loop(request, self._prompter(pool)):
-            return self.prepare_now(request, pool, salt)
+    def try_prepare(
+        self, request: GenerationRequest, pool: Pool, salt: str, fields: Mapping[str, Any] | None = None
+    ) -> PreparedPrompt | None:
+        """At once, if that takes little time; None: `prepare`. Raises as that does. `fields`: of a request that
+        `is_short_text`.
+        """
+        if fields is not None or _fits_the_loop(request, self._prompter(pool)):
+            return self.prepare_now(request, pool, salt, fields)
         return None
 
-    def prepare_now(self, request: GenerationRequest, pool: Pool, salt: str) -> PreparedPrompt:
+    def prepare_now(
+        self, request: GenerationRequest, pool: Pool, salt: str, fields: Mapping[str, Any] | None = None
+    ) -> PreparedPrompt:
         """The same, in the caller's thread. Any thread may call it."""
         root = root_name(model=pool.model, revision=pool.revision, adapter=pool.adapter, salt=salt)
         escape = pool.key_space == "tokens" and self._escapes(pool.model)
         prompter = self._prompter(pool)
         if prompter is None:
-            return _by_text(request, pool, root, escape=escape)
+            return _by_text(fields or request.fields(), pool, root, escape=escape)
         try:
             packed, num_prompts, rest = _packed_ids(request, prompter, escape)
         except PromptError as error:
@@ -152,8 +158,7 @@ class Preparer:
         return self._prompters.get(pool.tokenizer_digest) if pool.key_space == "tokens" else None
 
 
-def _by_text(request: GenerationRequest, pool: Pool, root: BlockName, *, escape: bool) -> PreparedPrompt:
-    fields = request.fields()
+def _by_text(fields: Mapping[str, Any], pool: Pool, root: BlockName, *, escape: bool) -> PreparedPrompt:
     text = canonical_text(fields)
     num_bytes = len(text)
     num_tokens = int(num_bytes / pool.bytes_per_token) + 1
@@ -175,6 +180,11 @@ def _fits_the_loop(request: GenerationRequest, prompter: Prompter | None) -> boo
     body = request.body
     if prompter is not None:
         return prompter.seconds(len(body), body.count(b'"role"')) <= _LOOP_S
+    return is_short_text(body)
+
+
+def is_short_text(body: bytes) -> bool:
+    """Whether to decode and prepare it as text takes little time."""
     most_messages = (_LOOP_S - len(body) * _TEXT_S_PER_BYTE) / _TEXT_S_PER_MESSAGE
     # Long texts hold few braces, and to count them one by one passes over the rest at the speed of memory.
     return len(body) <= _FITS_BYTES or _has_few_objects(body, most_messages) or body.count(b'"role"') <= most_messages

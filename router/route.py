@@ -97,6 +97,8 @@ class Router:
         self._choose = POLICIES[self._settings.policy]
         self._room = Room(self._settings.index_bytes // ENTRY_BYTES)
         self._pools: dict[str, Members] = {}
+        self.all_text = True
+        """Whether no pool is matched by tokens, so that every prompt will be looked at as text."""
         self._replicas: dict[str, Replica] = {}
         self._last_stamp = float("-inf")
         self._begun = 0
@@ -120,6 +122,7 @@ class Router:
         if known is not None:
             self.remove(replica_id)
         members = self._pools.setdefault(spec.model, Members(spec, now, self._settings, self._room))
+        self._pools_changed()
         replica = Replica(replica_id, spec, members.index.join(), self._settings)
         if known is not None:
             replica.weight, replica.cordoned = known.weight, known.cordoned
@@ -148,6 +151,7 @@ class Router:
         members.share_out()
         if not members.replicas:
             del self._pools[replica.spec.model]
+            self._pools_changed()
 
     def patch(
         self,
@@ -439,6 +443,9 @@ class Router:
             members.judge_cache_size(reservation, cached_tokens, counted or reservation.prompt_tokens)
 
     # -- inside
+
+    def _pools_changed(self) -> None:
+        self.all_text = all(members.record.key_space == "text" for members in self._pools.values())
 
     def _known(self, replica_id: str) -> Replica:
         replica = self._replicas.get(replica_id)

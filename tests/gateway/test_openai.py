@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api_error import ApiError
-from gateway.openai import Endpoint, parse_request
+from gateway.openai import ENDPOINTS, Body, Endpoint, parse_decoded, parse_request
 
 CHAT: Endpoint = "/v1/chat/completions"
 TEXT: Endpoint = "/v1/completions"
@@ -68,10 +68,11 @@ def test_usage_is_asked_for_once(asked: dict[str, bool] | None) -> None:
     ],
 )
 def test_what_is_wrong_is_a_400_that_names_it(body: bytes, code: str, param: str | None) -> None:
-    with pytest.raises(ApiError) as caught:
-        parse_request(CHAT, body, open_access=False)
+    for parse in (parse_request, parse_decoded):
+        with pytest.raises(ApiError) as caught:
+            parse(CHAT, body, open_access=False)
 
-    assert (caught.value.status, caught.value.code, caught.value.param) == (400, code, param)
+        assert (caught.value.status, caught.value.code, caught.value.param) == (400, code, param)
 
 
 @pytest.mark.parametrize("inside", [b'"\xff"', b"[" * 100_000 + b"]" * 100_000, b'"\\ud800"'])
@@ -132,7 +133,46 @@ def test_an_open_gateway_passes_engine_fields_on_but_not_our_own() -> None:
         parse_request(CHAT, b'{"model":"m","messages":[],"warmpath":{}}', open_access=True)
 
 
+_MEMBERS = st.dictionaries(
+    st.sampled_from([*(each.name for each in msgspec.structs.fields(Body)), "other"]),
+    st.sampled_from(
+        [
+            *("null", "true", "false", "0", "-1", "1", '"16"', "1.5", "1e9", "9007199254740993", "1" + "0" * 30, "-0"),
+            *('"x"', '""', "[]", "[1,2]", "[[1]]", '["a","b"]', "{}", '{"id":"r"}', '{"id":1}'),
+            *('{"include_usage":true}', '{"include_usage":1}', '[{"role":"user","content":[1,2]}]', "NaN", '"\\ud800"'),
+        ]
+    ),
+    max_size=5,
+)
+
+
+@given(st.sampled_from(sorted(ENDPOINTS)), _MEMBERS, st.booleans(), st.booleans())
+def test_a_body_is_the_same_request_whether_it_is_decoded_at_once_or_when_it_is_needed(
+    endpoint: Endpoint, members: dict[str, str], is_open: bool, has_space: bool
+) -> None:
+    """Of two faults each may name another one first."""
+    given_members = {"model": '"m"', **members}
+    body = (
+        " " * has_space + "{" + ",".join(f'"{name}":{value}' for name, value in given_members.items()) + "}"
+    ).encode()
+    try:
+        request = parse_request(endpoint, body, open_access=is_open)
+        fields = request.fields()
+    except ApiError:
+        with pytest.raises(ApiError):
+            parse_decoded(endpoint, body, open_access=is_open)
+        return
+
+    decoded_request, decoded = parse_decoded(endpoint, body, open_access=is_open)
+
+    assert (repr(decoded), msgspec.structs.replace(decoded_request, messages=request.messages)) == (
+        repr(fields),
+        request,
+    )
+
+
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_no_body_raises_anything_but_an_api_error(body: bytes) -> None:
-    with contextlib.suppress(ApiError):
-        parse_request(CHAT, body, open_access=False)
+    for parse in (parse_request, parse_decoded):
+        with contextlib.suppress(ApiError):
+            parse(CHAT, body, open_access=False)

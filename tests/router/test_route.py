@@ -22,6 +22,7 @@ from router import (
     Unroutable,
     chunk_names,
 )
+from router.wire import ReplicaSpec
 from tests.router.fleets import (
     MODEL,
     RATE,
@@ -476,6 +477,19 @@ def test_nothing_is_learned_of_a_blind_replica() -> None:
 def test_without_any_replica_no_model_is_unknown() -> None:
     """After a restart replicas take a moment to register, and clients take a 404 for their own mistake."""
     assert Router().route(query(tokens(1, 64)), 0.0, 0.0) == Unroutable("no_replica", 1.0)
+
+
+def test_whether_all_prompts_are_texts_follows_the_pools() -> None:
+    router = Router()
+    seen = [router.all_text]
+    for name, kind in (("a", "openai"), ("b", "warmpath"), ("c", "warmpath")):
+        router.add(name, ReplicaSpec(url=f"http://{name}:1", model=f"model-{kind}", kind=kind), 0.0)
+        seen.append(router.all_text)
+    for name in ("b", "c"):
+        router.remove(name)
+        seen.append(router.all_text)
+
+    assert seen == [True, True, False, False, False, True]
 
 
 def test_an_unknown_model_is_told_apart_from_a_pool_without_replicas() -> None:
