@@ -27,13 +27,14 @@ from gateway.homes import Homes
 from gateway.hotpath import HotPath
 from gateway.keys import KeyKind, KeyStore
 from gateway.keys.opening import open_key_store
+from gateway.memory import keep_freed_memory, spare_collections
 from gateway.planes.control import ControlPlane, build_control_plane
 from gateway.planes.data import DataPlane, build_data_plane, client_server
 from gateway.planes.knowledge import Knowledge, build_knowledge, unready
 from gateway.reloader import Reloader, SettingsSource
 from gateway.retries import Quarantine
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.serving import keep_freed_memory, listening, make_server, spare_collections
+from gateway.serving import listening, make_server
 from gateway.settings import Settings
 from gateway.telemetry import render
 from gateway.upstream.contract import Upstream

@@ -13,6 +13,8 @@ from typing import Any, Final, cast
 
 import click
 
+from gateway.memory import lay_out_heap
+
 __all__ = ["main"]
 
 _OURS: Final = {
@@ -39,6 +41,8 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name in _OURS:
+            if name == "serve" and "--help" not in sys.argv:
+                lay_out_heap()  # before what it imports
             return cast(click.Command, getattr(importlib.import_module(_OURS[name][0]), name))
         if name in _PROGRAMS:
             return _program(name, *_PROGRAMS[name])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import logging
 import math
 import socket
@@ -17,14 +15,11 @@ from starlette.types import ASGIApp
 from gateway.log_format import JsonFormatter
 from gateway.server.listener import Listener
 
-__all__ = ["bound", "configure_logging", "keep_freed_memory", "listening", "make_server", "spare_collections"]
+__all__ = ["bound", "configure_logging", "listening", "make_server"]
 
 _BACKLOG: Final = 2048
 _CUT_S: Final = 2.0
 """After the grace, for the last words of answers that were cut to reach their clients."""
-
-_MALLOC_OPTIONS: Final = {-3: 16 << 20, -1: 64 << 20, -2: 4 << 20}
-"""glibc's M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD, in bytes."""
 
 
 @contextlib.contextmanager
@@ -82,26 +77,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Several servers may share a process, so none may own its signals; whoever runs them does."""
         yield
-
-
-def spare_collections() -> None:
-    """What the start made is never garbage, and the index grows to millions of numbers that a full collection would visit, for
-    tens of milliseconds each time. Cycles are few here and young when they die, so the small collections find them.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 1_000)
-
-
-def keep_freed_memory() -> None:
-    """Bodies come and go, and what one leaves is what the next one needs. By itself glibc gives it back to the kernel each time
-    and takes it anew, page by page: 19 page faults and 70 us for a body of 256 KB. It may keep 64 MiB. Elsewhere than with
-    glibc nothing is changed.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for option, size_bytes in _MALLOC_OPTIONS.items():
-            mallopt(option, size_bytes)
 
 
 def configure_logging(level: str, format_: str) -> None:

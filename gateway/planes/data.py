@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import logging
 import random
 import time
 from collections import deque
@@ -23,10 +24,12 @@ from gateway.homes import Homes
 from gateway.hotpath import Access, HotPath
 from gateway.keys import RingSource
 from gateway.limits import LedgerLink, Limiter
+from gateway.memory import advise_huge_pages
 from gateway.planes.knowledge import Knowledge
 from gateway.planes.limiter import build_limiter, limit_rules, limiter_running
 from gateway.public import public_app, public_routes
 from gateway.queue_gauges import queue_gauges
+from gateway.repeating import repeat
 from gateway.retries import Quarantine
 from gateway.server.listener import Listener
 from gateway.serving import make_server
@@ -39,6 +42,8 @@ from gateway.tracing import SpanExport, Tracer
 __all__ = ["DataPlane", "build_data_plane", "client_server"]
 
 _KEPT_DECISIONS: Final = 256
+_ADVISE_S: Final = 60.0
+_log = logging.getLogger("warmpath.gateway")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +76,14 @@ class DataPlane:
     async def background(self) -> AsyncIterator[None]:
         """Measures the event loop while the block runs; what is to be told of requests is told at its end."""
         watching = asyncio.create_task(self.telemetry.watch_loop())
+        advising = asyncio.create_task(repeat(_advise_huge_pages, _ADVISE_S, _log, "asking for huge pages"))
         try:
             async with limiter_running(self.limiter):
                 yield
         finally:
             watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            advising.cancel()
+            await asyncio.gather(watching, advising, return_exceptions=True)
             self.admission.close()
             self.endings.close()
             await self.tracer.aclose()
@@ -231,6 +238,10 @@ def _tracer(settings: TracingSettings, unix_offset: Callable[[], float]) -> Trac
         follow_caller=settings.follow_caller,
         unix_offset=unix_offset,
     )
+
+
+async def _advise_huge_pages() -> None:
+    await asyncio.to_thread(advise_huge_pages)
 
 
 def _count_nothing(model: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""A data process: `python -m gateway.processes.data FD`, started by a supervisor and told everything over the socket FD.
+"""A data process: `python -m gateway.processes FD`, started by a supervisor and told everything over the socket FD.
 
 It imports what it needs, then waits to be started, so that one can stand by for another that dies. It takes connections when
 it knows every replica that its supervisor knows to be well, and it ends when it is told to, or when its supervisor is gone:
@@ -22,6 +22,7 @@ import uvloop
 
 from gateway.keys import KeyRing, RingHolder
 from gateway.limits import RemoteLedger
+from gateway.memory import keep_freed_memory, spare_collections
 from gateway.planes.data import DataPlane, build_data_plane, client_server
 from gateway.planes.knowledge import Knowledge, build_knowledge, unready
 from gateway.processes.bus import Bus
@@ -33,7 +34,7 @@ from gateway.processes.messages import Batch, Crashed, HomeMade, Message
 from gateway.processes.shared_memory import SharedHomes, SharedQuarantine
 from gateway.processes.shared_router import SharedRouter
 from gateway.server.listener import raise_descriptor_limit
-from gateway.serving import configure_logging, keep_freed_memory, listening, spare_collections
+from gateway.serving import configure_logging, listening
 from router import Trust
 
 __all__ = ["main"]
@@ -295,7 +296,3 @@ def main() -> None:
     descriptor, log_level, log_format = sys.argv[1:]
     configure_logging(log_level, log_format)
     uvloop.run(_run(int(descriptor)))
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ from gateway.app import first_keys
 from gateway.keys import KeyStore
 from gateway.keys.opening import open_key_store
 from gateway.limits import Ledger, LedgerServer
+from gateway.memory import spare_collections
 from gateway.planes.control import build_control_plane
 from gateway.planes.knowledge import build_knowledge, unready
 from gateway.processes.bus import SUPERVISOR, Bus
@@ -29,7 +30,7 @@ from gateway.processes.shared_router import SharedRouter
 from gateway.processes.supervisor import Supervisor, announcing
 from gateway.reloader import SettingsSource
 from gateway.server.listener import ADMIN_SHARE, Listener, raise_descriptor_limit
-from gateway.serving import bound, listening, make_server, spare_collections
+from gateway.serving import bound, listening, make_server
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry, render
 from router import ReplicaView, Trust

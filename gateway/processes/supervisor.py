@@ -254,7 +254,7 @@ class Supervisor:
             try:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    *("-m", "gateway.processes.data", str(theirs.fileno()), *self._log),
+                    *("-m", "gateway.processes", str(theirs.fileno()), *self._log),
                     pass_fds=[theirs.fileno()],
                     stdin=asyncio.subprocess.DEVNULL,
                 )

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import msgspec
 
+from gateway.memory import keep_freed_memory
 from gateway.openai import GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer, Prompters
-from gateway.serving import keep_freed_memory
 from router import Decision, IdTexts, NameCache, Outcome, Pool, Router, block_names, root_name
 from router.prompt import Prompter
 from router.wire import Batch, Hello, PromptField, ReplicaSpec, Stored, encode_ids

@@ -144,3 +144,21 @@ def alive(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+def _has_huge_pages() -> bool:
+    """Whether `gateway.memory.lay_out_heap` gets them at once: Linux 6.1, and not forbidden."""
+    with contextlib.suppress(OSError):
+        major, minor = map(int, re.findall(r"\d+", os.uname().release)[:2])
+        return (major, minor) >= (6, 1) and "[never]" not in Path(
+            "/sys/kernel/mm/transparent_hugepage/enabled"
+        ).read_text()
+    return False
+
+
+HAS_HUGE_PAGES = _has_huge_pages()
+
+
+def huge_kb(pid: int) -> int:
+    """Of its memory, on huge pages."""
+    return int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("AnonHugePages:")[2].split()[0])

@@ -26,7 +26,7 @@ import pytest
 from tests.gateway.stub import MODEL as STUB_MODEL
 from tests.gateway.stub import StubReplica, response, stub
 from tests.serving import eventually
-from tests.system.processes import WARMPATH, alive, free_ports, wait_until
+from tests.system.processes import HAS_HUGE_PAGES, WARMPATH, alive, free_ports, huge_kb, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -223,6 +223,11 @@ async def test_metrics_and_decisions_are_those_of_all_processes(served: Served) 
     assert decisions == sorted(decisions, key=lambda decision: decision["time"])
     helps = re.findall(r"^# HELP (\S+)", served.metrics_text(), re.MULTILINE)
     assert len(helps) == len(set(helps)), "each metric is there once"
+
+
+@pytest.mark.skipif(not HAS_HUGE_PAGES, reason="the kernel makes no huge pages at once")
+async def test_every_process_serves_from_a_heap_on_huge_pages(served: Served) -> None:
+    assert all(huge_kb(pid) > 32 << 10 for pid in served.data_processes())
 
 
 async def test_a_limit_holds_over_all_processes(served: Served) -> None:

@@ -17,7 +17,7 @@ import openai
 import pytest
 import yaml
 
-from tests.system.processes import WARMPATH, free_ports, wait_until
+from tests.system.processes import HAS_HUGE_PAGES, WARMPATH, free_ports, huge_kb, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -85,6 +85,16 @@ def test_an_open_gateway_fronts_servers_it_did_not_start(tmp_path: Path) -> None
 
     assert model == "simulated"
     assert all(count > 500 for count in cached[2:]), "each story goes back to the replica that saw it"
+
+
+@pytest.mark.skipif(not HAS_HUGE_PAGES, reason="the kernel makes no huge pages at once")
+def test_a_gateway_serves_from_a_heap_on_huge_pages(tmp_path: Path) -> None:
+    port, admin_port = free_ports(2)
+    ports = ("--port", str(port), "--admin-port", str(admin_port))
+    with process(WARMPATH, "serve", "--open", "--replicas", "http://127.0.0.1:1", *ports, folder=tmp_path) as gateway:
+        wait_until(lambda: _answers(f"http://127.0.0.1:{admin_port}/health"), 60, "the gateway starts")
+
+        assert huge_kb(gateway.pid) > 32 << 10
 
 
 def test_a_second_ctrl_c_waits_for_no_answer(tmp_path: Path) -> None:
