@@ -1,9 +1,9 @@
 """`warmpath bench gateway`: what a gateway costs per request and per relayed chunk, ours and other routers in one run.
 
 Replicas are stubs (`loadtest.stub`), texts are never repeated, and ours runs as it is deployed: keys, a limit, metrics, traces
-at the default ratio, an access log. `--bare` adds ours without any of that, which shows what all of it costs. CPU
-time is that of the router with all its children, by the scheduler's account; routers take turns within each row, so that what
-else the machine does hits all of them.
+at the default ratio, an access log. `--bare` adds ours *unobserved*, without metrics, traces and log, which shows what those
+cost, and *bare*, without keys and limits as well. CPU time is that of the router with all its children, by the scheduler's
+account; routers take turns within each row, so that what else the machine does hits all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from loadtest.compare import Machine, this_commit, this_machine
 from loadtest.connection import Connections
 from loadtest.peers import known_peers
 from loadtest.processes import SystemFailure, running_process
-from loadtest.routers import Router, start_ours, start_stubs, wait_answering
+from loadtest.routers import UNOBSERVED, Router, start_ours, start_stubs, wait_answering
 from loadtest.stub import MODEL
 
 __all__ = ["gateway"]
@@ -149,6 +149,7 @@ def running_routers(peers: Sequence[Peer], port: int, *, bare: bool) -> Iterator
         urls = start_stubs(stack, folder, port, REPLICAS, ["--chunks", str(CHUNKS)])
         routers = [start_ours(stack, folder, urls, port + 10)]
         if bare:
+            routers.append(start_ours(stack, folder, urls, port + 12, UNOBSERVED, name="unobserved"))
             routers.append(_start_bare(stack, folder, urls, port + 14))
         for number, peer in enumerate(peers):
             place = port + 20 + 10 * number
@@ -163,13 +164,8 @@ def running_routers(peers: Sequence[Peer], port: int, *, bare: bool) -> Iterator
 def _start_bare(stack: contextlib.ExitStack, folder: Path, urls: Sequence[str], port: int) -> Router:
     command = [sys.executable, "-m", "gateway", "serve", "--open", "--port", str(port), "--admin-port", str(port + 1)]
     command += ["--replicas", ",".join(urls), "--state-dir", str(folder / "bare")]
-    environment = {
-        "WARMPATH_LOG__ACCESS": "off",
-        "WARMPATH_TELEMETRY__METRICS": "false",
-        "WARMPATH_TRACING__EXPORTER": "none",
-    }
-    process = stack.enter_context(running_process(command, folder / "bare.log", environment))
-    return Router("warmpath-bare", port, process)
+    process = stack.enter_context(running_process(command, folder / "bare.log", UNOBSERVED))
+    return Router("bare", port, process)
 
 
 def table(cells: Sequence[Cell], routers: Sequence[str]) -> Table:
@@ -198,7 +194,7 @@ def _peers(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> list[
     epilog="""\b
 Examples:
   warmpath bench gateway                                    # ours alone, a minute
-  warmpath bench gateway --bare --rounds 9                  # what keys, limits, metrics, traces and the log cost
+  warmpath bench gateway --bare --rounds 9                  # what metrics, traces and log cost, and keys and limits
   warmpath bench gateway --peers ~/.cache/warmpath/peers --rounds 5 --out gateway.json
   warmpath bench gateway --peer 'nginx=nginx -c {port}.conf -g "# {workers}"' --rows '1 KB'
 """
@@ -207,7 +203,9 @@ Examples:
     "--peers", type=click.Path(file_okay=False, path_type=Path), help="Where `make bench-peers` installs them."
 )
 @click.option("--peer", "more", multiple=True, callback=_peers, help="NAME=COMMAND with {port} and {workers}.")
-@click.option("--bare", is_flag=True, help="Also ours without keys, limits, metrics, traces and log.")
+@click.option(
+    "--bare", is_flag=True, help="Also ours without metrics, traces and log, and without keys and limits as well."
+)
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="The median is shown.")
 @click.option("--rows", default="", help="Only rows whose name holds this.")
 @click.option(

@@ -16,7 +16,14 @@ import httpx
 from loadtest.processes import Process, running_process
 from loadtest.stub import MODEL
 
-__all__ = ["Metrics", "Router", "start_ours", "start_stubs", "total", "wait_answering", "wait_serving"]
+__all__ = ["UNOBSERVED", "Metrics", "Router", "start_ours", "start_stubs", "total", "wait_answering", "wait_serving"]
+
+UNOBSERVED: Final[Mapping[str, str]] = {
+    "WARMPATH_LOG__ACCESS": "off",
+    "WARMPATH_TELEMETRY__METRICS": "false",
+    "WARMPATH_TRACING__EXPORTER": "none",
+}
+"""A gateway's environment without metrics, traces and access log."""
 
 _START_S: Final = 30.0
 
@@ -84,27 +91,29 @@ def start_ours(
     urls: Sequence[str],
     port: int,
     settings: Mapping[str, str] | None = None,
+    *,
+    name: str = "warmpath",
 ) -> Router:
     """With keys, a limit so high that it is only counted, an access log and traces. Its admin listener is at the next port.
 
-    `settings`: variables of its environment.
+    `settings`: variables of its environment, over those.
     """
     admin_key = f"wpa-bench-{secrets.token_urlsafe(24)}"
     command = [sys.executable, "-m", "gateway", "serve", "--port", str(port), "--admin-port", str(port + 1)]
-    command += ["--replicas", ",".join(urls), "--state-dir", str(folder / "state")]
+    command += ["--replicas", ",".join(urls), "--state-dir", str(folder / f"{name}-state")]
     environment = {
-        **(settings or {}),
         "WARMPATH_ADMIN__KEY": admin_key,
         "WARMPATH_LOG__ACCESS": str(folder / "access.log"),
         "WARMPATH_TRACING__EXPORTER": "otlp",
         "WARMPATH_TRACING__ENDPOINT": f"{urls[0]}/v1/traces",  # a stub answers any POST
+        **(settings or {}),
     }
-    process = stack.enter_context(running_process(command, folder / "ours.log", environment))
+    process = stack.enter_context(running_process(command, folder / f"{name}.log", environment))
     admin, headers = f"http://127.0.0.1:{port + 1}/admin/v1", {"authorization": f"Bearer {admin_key}"}
     wait_serving(f"{admin}/replicas", process, headers)
     asked = {"kind": "client", "name": "bench", "limits": {"requests_per_minute": 1_000_000}}
     answer = httpx.post(f"{admin}/keys", json=asked, headers=headers, trust_env=False).raise_for_status().json()
-    return Router("warmpath", port, process, answer["key"], port + 1, admin_key)
+    return Router(name, port, process, answer["key"], port + 1, admin_key)
 
 
 def wait_serving(url: str, process: Process, headers: dict[str, str]) -> None:
