@@ -58,7 +58,8 @@ __all__ = ["Dispatcher", "Job", "Record"]
 
 _MAX_TRIES: Final = 2
 _MAX_SENDS: Final = 4
-"""Those included where the replica said busy, after which a request waits for the next one."""
+"""Those included where the replica said busy, after which a request waits for the next one. Where it refused the connection
+nothing was sent: that is known at once, and of each replica once."""
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _MAX_ERROR_BYTES: Final = 64 << 10
 _MAX_BUSY_S: Final = 60.0
@@ -90,6 +91,8 @@ class Job(msgspec.Struct, frozen=True):
     priority: Priority = Priority.DEFAULT
     home: str | None = None
     """The replica that keeps what this request is about. No other one could answer."""
+    staged: bool = False
+    """Whether it lets others catch up between its stages (`gateway.stages`)."""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -310,9 +313,9 @@ class Dispatcher:
         """
         tried: frozenset[str] = frozenset()
         error: ApiError | None = None
-        sent = 0
+        sent = reached = 0
         has_failed = False
-        while sent < _MAX_TRIES and record.tries < _MAX_SENDS:
+        while sent < _MAX_TRIES and reached < _MAX_SENDS:
             budgeted = has_failed
             if budgeted and not self._budget.try_begin():
                 break
@@ -330,6 +333,7 @@ class Dispatcher:
             except _TryElsewhere as failure:
                 error = failure.error
                 self._on_failed_try(job.request.model, error.code)
+                reached += failure.was_sent
                 if failure.was_busy and not tried and job.home is None:
                     continue  # the router knows until when; meanwhile another one may be free
                 replica_id = placed.decision.replica_id
@@ -387,6 +391,8 @@ class Dispatcher:
         held.attempt = record.trace.begin_attempt(placed.decision, spec.kind, spec.url, held.begun_at)
         try:
             trace = record.trace.headers(held.attempt)
+            if job.staged:
+                await asyncio.sleep(0)
             response = await self._upstream.send(self._upstream_request(job, placed, spec, trace))
         except LocalExhaustion as error:
             raise overloaded() from error  # another replica would need a connection as well
@@ -467,6 +473,8 @@ class Dispatcher:
         if job.request.generates:
             record.first_byte_s = elapsed_s
         await reply.json(200, body, _answer_headers(job, record, elapsed_s))
+        if job.staged:
+            await asyncio.sleep(0)
         self._settle(usage, job, held, record)
 
     def _read_response(self, body: bytes, job: Job, record: Record) -> Usage | None:

@@ -47,6 +47,7 @@ from gateway.server.headers import new_request_id
 from gateway.server.reply import Reply, while_connected
 from gateway.spending import Spending
 from gateway.sse import error_event
+from gateway.stages import is_staged
 from gateway.stored import StoredCall
 from gateway.tenants import Standing
 from gateway.tokenizing import Tokenizing
@@ -225,6 +226,7 @@ class HotPath:
         record.model = request.model
         record.stream = request.stream
         salt = self._access.salt_for(client.group)
+        staged = is_staged(len(self._running), len(request.body))
 
         def job(prompt: PreparedPrompt) -> Job:
             return Job(
@@ -238,6 +240,7 @@ class HotPath:
                 weight=standing.weight,
                 priority=priority,
                 home=home,
+                staged=staged,
             )
 
         with while_connected(exchange, reply):
@@ -251,6 +254,8 @@ class HotPath:
             else:
                 prompt = await self._prompt(request, pool, salt, fields)
                 fields = None  # which are as long as the body, and nobody's any more
+                if staged:
+                    await asyncio.sleep(0)
                 with await self._admit(caller, request, prompt, reply, record):
                     await self._dispatcher.answer(job(prompt), reply, record)
 
