@@ -24,7 +24,7 @@ _THP: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _HUGE_BYTES: Final = 2 << 20
 """Of a huge page of x86-64, and of arm64 with pages of 4 KB."""
 _HEAP_BYTES: Final = 48 << 20
-"""Of small objects: a gateway has 35 MB of them when it serves. 16 MB gave half of the gain, 96 MB no more."""
+"""For small objects. 16 MB gave half of the gain, 96 MB no more."""
 _MADV_HUGEPAGE: Final = 14
 _MADV_COLLAPSE: Final = 25
 """Linux 6.1; with older ones the kernel's own thread does it in a minute."""
@@ -37,7 +37,9 @@ _OBJECTS_PER_ARENA: Final = 2_112
 _MALLOC_OPTIONS: Final = {-3: 16 << 20, -1: 64 << 20, -2: 32 << 20}
 """glibc's M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD, in bytes."""
 
-_pins: list[bytes] = []
+_libc: Final = ctypes.CDLL(None)
+_libc.malloc.restype = ctypes.c_void_p
+_pins: Final[list[bytes]] = []
 
 
 def lay_out_heap() -> None:
@@ -50,19 +52,22 @@ def lay_out_heap() -> None:
     if os.environ.get(_SWITCH) == "off" or not _are_there():
         return
     keep_freed_memory()
+    _libc.free(ctypes.c_void_p(_libc.malloc(ctypes.c_size_t(_HUGE_BYTES))))  # which leaves M_TOP_PAD behind it
     count = _HEAP_BYTES // (1 << 20) * _OBJECTS_PER_ARENA
     objects = [bytes(_OBJECT_BYTES) for _ in range(count)]
     _pins.extend(objects[:: _OBJECTS_PER_ARENA // 2])
-    for start, end in _heap():
+    for start, end in _memory("", "[heap]"):
         _madvise(start, end - start, _MADV_HUGEPAGE)
         for page in range(start, end, _HUGE_BYTES):
             _madvise(page, _HUGE_BYTES, _MADV_COLLAPSE)
 
 
 def advise_huge_pages() -> None:
-    """Ask for them for what the heap has grown by, as an index does. The kernel's own thread makes them."""
+    """Ask for them for what malloc's heap has grown by, as an index makes it. The kernel's own thread makes them. Not for all
+    memory: of a thread's stack, most of which is never touched, a huge page would be resident as a whole.
+    """
     if _pins:
-        for start, end in _heap():
+        for start, end in _memory("[heap]"):
             _madvise(start, end - start, _MADV_HUGEPAGE)
 
 
@@ -71,8 +76,8 @@ def keep_freed_memory() -> None:
     and takes it anew, page by page: 19 page faults and 70 us for a body of 256 KB. It may keep 64 MiB. Elsewhere than with
     glibc nothing is changed.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
+    with contextlib.suppress(AttributeError):
+        mallopt = _libc.mallopt
         for option, size_bytes in _MALLOC_OPTIONS.items():
             mallopt(option, size_bytes)
 
@@ -93,11 +98,11 @@ def _are_there() -> bool:
         return False
 
 
-def _heap() -> Iterator[tuple[int, int]]:
-    """Private memory that no file is behind, as far as huge pages fit into it: (start, end)."""
+def _memory(*names: str) -> Iterator[tuple[int, int]]:
+    """Private memory that no file is behind, by its names, as far as huge pages fit into it: (start, end)."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, mode, _, _, inode, *name = line.split()
-        if mode != "rw-p" or inode != "0" or name not in ([], ["[heap]"]):
+        if mode != "rw-p" or inode != "0" or "".join(name) not in names:
             continue
         start, end = (int(each, 16) for each in place.split("-"))
         start, end = -(-start // _HUGE_BYTES) * _HUGE_BYTES, end // _HUGE_BYTES * _HUGE_BYTES
@@ -108,6 +113,3 @@ def _heap() -> Iterator[tuple[int, int]]:
 def _madvise(start: int, size: int, advice: int) -> None:
     """An advice: that it is not taken is no failure."""
     _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
-
-
-_libc: Final = ctypes.CDLL(None)

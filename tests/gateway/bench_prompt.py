@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.memory import keep_freed_memory
+from gateway.memory import lay_out_heap
 from gateway.openai import GenerationRequest, parse_request
 from gateway.prepare import PreparedPrompt, Preparer, Prompters
 from router import Decision, IdTexts, NameCache, Outcome, Pool, Router, block_names, root_name
@@ -148,7 +148,7 @@ def _summary(samples: list[float]) -> dict[str, float]:
 
 
 def main(argv: list[str]) -> None:
-    keep_freed_memory()  # as it serves
+    lay_out_heap()  # as it serves
     gateway = _Gateway(golden_prompter(_MODEL, native="--plain" not in argv))
     text = _Text()
     report: dict[str, Any] = {"native": gateway.prompter.is_native, "rounds": _ROUNDS, "unit": "ms of CPU"}
