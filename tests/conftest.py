@@ -18,6 +18,9 @@ settings.load_profile("default")
 # that this one needs. With spinning, two threads beside other work took 12 times the CPU time of one.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# To lay out a heap takes a gateway 0.3 s of CPU, and tests start a hundred of them. Those that are about it switch it on.
+os.environ.setdefault("WARMPATH_HUGE_PAGES", "off")
+
 # Each client of httpx reads the system's certificates anew: 26 ms of CPU, for which nothing on this machine has a use.
 pytest.MonkeyPatch().setattr("httpx._transports.default.create_ssl_context", functools.cache(httpx.create_ssl_context))
 

@@ -46,7 +46,7 @@ def test_policies_and_another_router_are_compared_and_reported(tmp_path: Path) -
         assert row["cpu_ms"] > 0
         assert [len(series) > 1 for series in row["inflight"]] == [True, True]
     assert report["setup"]["seed"] == 1
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["chats-1x-load.png", "chats-1x-ttft.png"]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["chats-load.png", "chats-ttft.png"]
 
 
 def test_a_peer_that_ends_at_once_is_told_with_what_it_said(tmp_path: Path) -> None:
