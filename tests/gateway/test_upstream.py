@@ -294,14 +294,15 @@ async def test_a_silent_replica_is_given_up_and_its_connection_closed(transport:
         await peer.request()
         peer.write(STREAM_HEAD + b"2\r\nok\r\n")
 
-    hasty = Timeouts(connect_s=5.0, first_byte_s=0.02, idle_s=0.02)
+    hasty = Timeouts(connect_s=5.0, first_byte_s=0.02, idle_s=5.0)
+    impatient = Timeouts(connect_s=5.0, first_byte_s=5.0, idle_s=0.02)
     async with connected(forever, transport) as (upstream, replica):
         with pytest.raises(UpstreamTimeout, match="no first byte"):
             await call(upstream, request(replica.origin, timeouts=hasty))
         await eventually(lambda: replica.open == 0)
     async with connected(begin_only, transport) as (upstream, replica):
         with pytest.raises(UpstreamTimeout, match="silent"):
-            await call(upstream, request(replica.origin, timeouts=hasty))
+            await call(upstream, request(replica.origin, timeouts=impatient))
         await eventually(lambda: replica.open == 0)
 
 
