@@ -1,7 +1,7 @@
 """Requests that are under way together go through the hot path in stages: each lets the others catch up before its next one.
 
 Code that many run one after the other is warm in the processor's caches, and what the event loop finds to read meanwhile joins
-the next stage. With 32 requests at once that takes a fifth less CPU for one of 1 KB, with 8 a tenth less, though the loop turns
+the next stage. With 32 requests at once that takes a sixth less CPU for one of 1 KB, with 8 a tenth less, though the loop turns
 three times more for each (docs/gateway.md). A request that is alone gains nothing by it and does not pause; nor does a long
 one, whose time is its bytes, and which others would wait for.
 

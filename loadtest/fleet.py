@@ -22,7 +22,7 @@ from loadtest.system import MAX_GATEWAYS, PATIENCE
 from loadtest.trace import TraceUnreadable, whole_trace_path
 from loadtest.workloads import SHARED_RATES, WORKLOADS, make_workload
 
-__all__ = ["WIDTH", "fleet", "show"]
+__all__ = ["WIDTH", "fleet", "patience_option", "show"]
 
 WIDTH: Final = 160
 
@@ -121,6 +121,15 @@ def _plots(_: click.Context, __: click.Parameter, folder: Path | None) -> Path |
     return folder
 
 
+patience_option = click.option(
+    "--patience",
+    type=click.FloatRange(0, 100),
+    default=PATIENCE,
+    show_default=True,
+    help="Of the replicas; 0: they compute prompts first come, first served, as other engines do.",
+)
+
+
 @click.command(
     epilog="""\b
 Examples:
@@ -176,13 +185,7 @@ own; within a word, joined by commas. It is ready when it answers a completion, 
     help="In front of one fleet; the same.",
 )
 @click.option("--speedup", type=click.FloatRange(0.1, 50), default=3.0, show_default=True, help="Of all time.")
-@click.option(
-    "--patience",
-    type=click.FloatRange(0, 100),
-    default=PATIENCE,
-    show_default=True,
-    help="Of the replicas; 0: they compute prompts first come, first served, as other engines do.",
-)
+@patience_option
 @click.option("--limit", type=click.IntRange(min=1), help="Only so many requests.")
 @click.option("--tokens-per-chunk", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--ttft-limit-ms", type=click.FloatRange(min=0), default=2000.0, show_default=True, help="For goodput.")

@@ -18,13 +18,12 @@ from rich.console import Console
 
 from loadtest.arms import Arm, Ours, Peer
 from loadtest.compare import Report, Setup, compare, write_report
-from loadtest.fleet import WIDTH, show
+from loadtest.fleet import WIDTH, patience_option, show
 from loadtest.peers import BEST, PACKAGES, PINNED, known_peers
 from loadtest.plots import draw_plots, require_matplotlib
 from loadtest.processes import SystemFailure
 from loadtest.report import markdown
 from loadtest.summary import Limits
-from loadtest.system import PATIENCE
 from loadtest.targets import OURS, TARGETS, cell_name
 from loadtest.workloads import SHARED_RATES, Workload, make_workload
 
@@ -171,13 +170,7 @@ Examples:
     help="Under each load only the routers that its targets compare, peers at their best.",
 )
 @click.option("--speedup", type=click.FloatRange(0.1, 50), help="Of all time.  [default: each load has its own]")
-@click.option(
-    "--patience",
-    type=click.FloatRange(0, 100),
-    default=PATIENCE,
-    show_default=True,
-    help="Of the replicas; 0: they compute prompts first come, first served, as other engines do.",
-)
+@patience_option
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--port", type=click.IntRange(1024, 65000), default=8600, show_default=True)
 @click.option(
