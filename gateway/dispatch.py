@@ -265,12 +265,13 @@ class Dispatcher:
         commit_after_s: float,
         ping_s: float,
         clock: Callable[[], float],
+        unix_time: Callable[[float], float],
         draw: Callable[[], float],
         on_gap: Callable[[str, float], None],
         on_failed_try: Callable[[str, str], None],
     ) -> None:
-        """`draw`: [0, 1), breaks ties. `on_gap`: called with (model, seconds) between two chunks of a stream, and
-        `on_failed_try` with (model, error code) for each try that came to nothing.
+        """`unix_time`: of a moment on `clock`. `draw`: [0, 1), breaks ties. `on_gap`: called with (model, seconds) between two
+        chunks of a stream, and `on_failed_try` with (model, error code) for each try that came to nothing.
         """
         self._router = router
         self._upstream = upstream
@@ -280,6 +281,7 @@ class Dispatcher:
         self._commit_after_s = commit_after_s
         self._ping_s = ping_s
         self._clock = clock
+        self._unix_time = unix_time
         self._draw = draw
         self._on_gap = on_gap
         self._on_failed_try = on_failed_try
@@ -422,8 +424,11 @@ class Dispatcher:
                 seed=job.seed,
                 request_id=job.request_id,
                 priority=placed.engine_priority(job.priority),
+                patience=self._router.patience,
             )
             extra["warmpath"] = msgspec.Raw(field.encode(job.prompt.ids or b""))
+        elif spec.priority and request.generates:
+            extra["priority"] = placed.engine_rank(job.priority, self._unix_time(placed.reservation.begun_at))
         return UpstreamRequest(
             method=request.method,
             origin=origin,

@@ -100,6 +100,7 @@ class Body(msgspec.Struct):
     prompt_embeds: msgspec.Raw = _ABSENT
     kv_transfer_params: msgspec.Raw = _ABSENT
     truncate_prompt_tokens: msgspec.Raw = _ABSENT
+    priority: msgspec.Raw = _ABSENT
 
 
 _body_decoder = msgspec.json.Decoder(Body)
@@ -134,6 +135,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     """Whether the client asked for the usage chunk of a stream."""
     has_stream_options: bool = False
+    has_priority: bool = False
     seed: int | None = None
     max_tokens: int | None = None
     """The most that each choice may generate; None: the request does not say."""
@@ -193,6 +195,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def upstream_body(self, extra: dict[str, Any]) -> bytes:
         """The client's bytes with `extra` fields put in front, and with usage asked for in every stream."""
         body = self.body
+        if self.has_priority and "priority" in extra:
+            body = _without(body, "priority")
         if self.stream and not self.include_usage and self.endpoint in _USAGE_ON_REQUEST:
             extra = {**extra, "stream_options": {"include_usage": True}}
             if self.has_stream_options:
@@ -251,6 +255,7 @@ def _request(
         stream=bool(fields.stream) and endpoint in _STREAMING,
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         has_stream_options=fields.stream_options is not None,
+        has_priority=fields.priority is not _ABSENT,
         seed=fields.seed,
         max_tokens=_most(fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens),
         choices=_most(fields.n, fields.best_of) or 1,

@@ -71,6 +71,9 @@ class Sampling(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    priority: Annotated[int, Meta(ge=-_MAX_INTEGER, le=_MAX_INTEGER)] | None = None
+    """Without effect where the gateway says in which order prompts are computed; it takes a priority in the header
+    `x-warmpath-priority`."""
 
 
 class ChatCompletionRequest(Sampling, kw_only=True):
@@ -106,6 +109,8 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     """It goes to the replica that made that one; so does a `conversation`."""
     conversation: Any = None
     max_output_tokens: Any = None
+    priority: Any = None
+    """As above."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

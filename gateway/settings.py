@@ -180,6 +180,9 @@ class ReplicaSettings(_Group):
     """What is not one of our own workers is spoken to in plain OpenAI."""
     credential: Secret = None
     """Sent to the replica as its bearer token."""
+    priority: bool = False
+    """Whether it computes prompts in the order of the body's field priority, the least first: vLLM with --scheduling-policy
+    priority. Then it is told to take short prompts first, and which tenants and priorities go before others."""
 
     @property
     def replica_id(self) -> str:
@@ -188,7 +191,9 @@ class ReplicaSettings(_Group):
     @property
     def spec(self) -> ReplicaSpec:
         credential = self.credential.get_secret_value() if self.credential is not None else ""
-        return ReplicaSpec(url=self.url, model=self.model or "", kind=self.kind, credential=credential)
+        return ReplicaSpec(
+            url=self.url, model=self.model or "", kind=self.kind, credential=credential, priority=self.priority
+        )
 
 
 class RoutingGroup(_Group):
@@ -210,6 +215,8 @@ class RoutingGroup(_Group):
     """Memory for what replicas hold. Past it goes what was used least recently; 220 bytes a block and replica."""
     w_per_wait_s: Annotated[float, Field(ge=0, le=1000)] = _ROUTING.w_per_wait_s
     """How much more computing again weighs for each second that even the least busy replica would let a prompt wait."""
+    patience: Annotated[float, Field(ge=0, le=100)] = _ROUTING.patience
+    """For how long a prompt lets shorter ones pass, times what its own prefill takes; 0: first come, first served."""
     saturated_s: Annotated[float, Field(ge=0, le=3600)] = _ROUTING.saturated_s
     """Of sticky_until_saturated: how much sooner another replica must answer."""
     gateways: Annotated[int, Field(ge=1, le=1000)] = _ROUTING.gateways

@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +25,7 @@ from loadtest.openloop import Answer, send_all
 from loadtest.probe import Sample, scrape, watch
 from loadtest.processes import SystemFailure
 from loadtest.summary import Limits, Measured, Run, median_run, summarize
-from loadtest.system import MODEL, FleetShape, System, running_system
+from loadtest.system import MODEL, FleetShape, Order, System, running_system
 from loadtest.workloads import Workload, ideal_cached_tokens
 
 __all__ = [
@@ -42,6 +42,12 @@ __all__ = [
 
 _TIMEOUT_S: Final = 120.0
 _LEAD_S: Final = 0.1
+_ORDERS: Final[Mapping[Order, tuple[str, str]]] = {
+    "asked": ("", "compute in the order they are asked for, else first come, first served"),
+    "arrival": ("-fcfs", "compute first come, first served"),
+    "short-first": ("-short-first", "compute short prompts first, whoever sends them"),
+}
+"""In file names, and what replicas do."""
 _NUMBERS: Final = re.compile(rb"\[[\s\d.,\-\[\]]+\]")
 
 
@@ -56,8 +62,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float
     tokens_per_chunk: int
     kv_tokens: int
-    patience: float = 0.0
-    """Of the replicas; 0: prompts are computed first come, first served."""
+    order: Order
     seed: int
     runs: int
     limits: Limits
@@ -70,12 +75,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     def file_name(self) -> str:
         """The beginning of the names of files about it, so that those of several can share a folder."""
         load = f"-{self.load:g}x" if self.workload == "trace" else ""
-        return f"{self.workload}{load}{'' if self.patience else '-fcfs'}"
+        return f"{self.workload}{load}{_ORDERS[self.order][0]}"
 
     @property
-    def order(self) -> str:
-        """In which replicas compute prompts."""
-        return f"short prompts first (patience {self.patience:g})" if self.patience else "first come, first served"
+    def order_in_words(self) -> str:
+        return _ORDERS[self.order][1]
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +113,7 @@ def compare(arms: Sequence[Arm], workload: Workload, setup: Setup, port: int, te
         speedup=setup.speedup,
         kv_tokens=setup.kv_tokens,
         tokens_per_chunk=setup.tokens_per_chunk,
-        patience=setup.patience,
+        order=setup.order,
     )
     ideal = ideal_cached_tokens(workload.requests)
     done: list[Run] = []

@@ -18,11 +18,11 @@ from loadtest.compare import Report, Setup, compare, write_report
 from loadtest.plots import draw_plots, require_matplotlib
 from loadtest.processes import SystemFailure
 from loadtest.summary import Figures, Limits
-from loadtest.system import MAX_GATEWAYS, PATIENCE
+from loadtest.system import MAX_GATEWAYS, ORDERS, Order
 from loadtest.trace import TraceUnreadable, whole_trace_path
 from loadtest.workloads import SHARED_RATES, WORKLOADS, make_workload
 
-__all__ = ["WIDTH", "fleet", "patience_option", "show"]
+__all__ = ["WIDTH", "fleet", "order_option", "show"]
 
 WIDTH: Final = 160
 
@@ -121,12 +121,13 @@ def _plots(_: click.Context, __: click.Parameter, folder: Path | None) -> Path |
     return folder
 
 
-patience_option = click.option(
-    "--patience",
-    type=click.FloatRange(0, 100),
-    default=PATIENCE,
+order_option = click.option(
+    "--order",
+    type=click.Choice(list(ORDERS)),
+    default="asked",
     show_default=True,
-    help="Of the replicas; 0: they compute prompts first come, first served, as other engines do.",
+    help="In which replicas compute prompts: as their router asks for, as they come whatever it asks, or short ones first by "
+    "themselves.",
 )
 
 
@@ -185,7 +186,7 @@ own; within a word, joined by commas. It is ready when it answers a completion, 
     help="In front of one fleet; the same.",
 )
 @click.option("--speedup", type=click.FloatRange(0.1, 50), default=3.0, show_default=True, help="Of all time.")
-@patience_option
+@order_option
 @click.option("--limit", type=click.IntRange(min=1), help="Only so many requests.")
 @click.option("--tokens-per-chunk", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--ttft-limit-ms", type=click.FloatRange(min=0), default=2000.0, show_default=True, help="For goodput.")
@@ -216,7 +217,7 @@ def fleet(
     gateway_processes: list[int],
     gateways: list[int],
     speedup: float,
-    patience: float,
+    order: Order,
     limit: int | None,
     tokens_per_chunk: int,
     ttft_limit_ms: float,
@@ -250,7 +251,7 @@ def fleet(
         speedup=speedup,
         tokens_per_chunk=tokens_per_chunk,
         kv_tokens=work.kv_tokens,
-        patience=patience,
+        order=order,
         seed=seed,
         runs=runs,
         limits=Limits(ttft_ms=ttft_limit_ms, tpot_ms=tpot_limit_ms),

@@ -18,12 +18,13 @@ from rich.console import Console
 
 from loadtest.arms import Arm, Ours, Peer
 from loadtest.compare import Report, Setup, compare, write_report
-from loadtest.fleet import WIDTH, patience_option, show
+from loadtest.fleet import WIDTH, order_option, show
 from loadtest.peers import BEST, PACKAGES, PINNED, known_peers
 from loadtest.plots import draw_plots, require_matplotlib
 from loadtest.processes import SystemFailure
 from loadtest.report import markdown
 from loadtest.summary import Limits
+from loadtest.system import Order
 from loadtest.targets import OURS, TARGETS, cell_name
 from loadtest.workloads import SHARED_RATES, Workload, make_workload
 
@@ -170,7 +171,7 @@ Examples:
     help="Under each load only the routers that its targets compare, peers at their best.",
 )
 @click.option("--speedup", type=click.FloatRange(0.1, 50), help="Of all time.  [default: each load has its own]")
-@patience_option
+@order_option
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--port", type=click.IntRange(1024, 65000), default=8600, show_default=True)
 @click.option(
@@ -185,7 +186,7 @@ def matrix(
     routers: str,
     only_targets: bool,
     speedup: float | None,
-    patience: float,
+    order: Order,
     seed: int,
     port: int,
     out: Path,
@@ -223,17 +224,17 @@ def matrix(
         return
     out.mkdir(parents=True, exist_ok=True)
     reports = [
-        _measure(_setup(cell, workload, arms, plan.runs, patience, seed), arms, workload, port, out, console)
+        _measure(_setup(cell, workload, arms, plan.runs, order, seed), arms, workload, port, out, console)
         for cell, workload, arms in zip(cells, workloads, plan.arms, strict=True)
     ]
     text = markdown(reports)
-    (out / f"tables{'' if patience else '-fcfs'}.md").write_text(text)
+    (out / f"tables-{order}.md").write_text(text)
     click.echo(text, nl=False)
     if any(run.total.errors for each in reports for run in each.all):
         sys.exit(1)
 
 
-def _setup(cell: Cell, workload: Workload, arms: Sequence[Arm], runs: int, patience: float, seed: int) -> Setup:
+def _setup(cell: Cell, workload: Workload, arms: Sequence[Arm], runs: int, order: Order, seed: int) -> Setup:
     return Setup(
         workload=cell.workload,
         load=cell.load,
@@ -243,7 +244,7 @@ def _setup(cell: Cell, workload: Workload, arms: Sequence[Arm], runs: int, patie
         speedup=cell.speedup,
         tokens_per_chunk=16,
         kv_tokens=workload.kv_tokens,
-        patience=patience,
+        order=order,
         seed=seed,
         runs=runs,
         limits=Limits(),

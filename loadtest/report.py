@@ -40,9 +40,9 @@ _COLUMNS: Final = (
 def markdown(reports: Sequence[Report]) -> str:
     """Targets first, for each order in which replicas compute; then one table for each report."""
     parts = []
-    for order in dict.fromkeys(each.setup.order for each in reports):
-        if checks := check_targets(each for each in reports if each.setup.order == order):
-            parts += [f"Replicas: {order}.", "\n".join(_targets(checks))]
+    for order in dict.fromkeys(each.setup.order_in_words for each in reports):
+        if checks := check_targets(each for each in reports if each.setup.order_in_words == order):
+            parts += [f"Replicas {order}.", "\n".join(_targets(checks))]
     parts += ["\n".join(_runs(each)) for each in reports]
     return "\n\n".join(parts) + "\n"
 
@@ -66,7 +66,7 @@ def _targets(checks: Iterable[Check]) -> list[str]:
 def _runs(each: Report) -> list[str]:
     setup, machine = each.setup, each.machine
     shape = f"{setup.requests} requests, {setup.replicas} replicas, speedup {setup.speedup:g}, median of {setup.runs}"
-    shape += f", {setup.order}"
+    shape += f", replicas {setup.order_in_words}"
     if not setup.to_the_end:
         shape += ", the last answers not waited for"
     where = f"seed {setup.seed}, commit {each.commit}, {machine.cpus} × {machine.cpu}"

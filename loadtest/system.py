@@ -6,6 +6,7 @@ The processes end with the block that started them, whatever happens in it.
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import sys
 import tempfile
@@ -13,14 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import httpx
 
 from loadtest.arms import Arm, Ours, Peer
 from loadtest.processes import Process, Usage, running_process
 
-__all__ = ["MAX_GATEWAYS", "MODEL", "NUM_PORTS", "PATIENCE", "FleetShape", "System", "running_system"]
+__all__ = ["MAX_GATEWAYS", "MODEL", "NUM_PORTS", "ORDERS", "FleetShape", "Order", "System", "running_system"]
 
 MODEL: Final = "simulated"
 
@@ -28,8 +29,16 @@ NUM_PORTS: Final = 4
 """In front of the replicas': clients', admin API, and the same of a second gateway; a peer may use the third."""
 MAX_GATEWAYS: Final = NUM_PORTS // 2
 
-PATIENCE: Final = 1.0
-"""Of own workers that are told nothing else."""
+Order = Literal["asked", "arrival", "short-first"]
+"""In which replicas compute prompts. asked: as the router asks for, and as they came where it does not, as no other one does.
+arrival: as they came, whatever is asked. short-first: short ones first by themselves, whoever sends them.
+"""
+ORDERS: Final[Mapping[Order, Sequence[str]]] = {
+    "asked": ("--scheduling-policy", "priority"),
+    "arrival": (),
+    "short-first": ("--patience", "1"),
+}
+"""With the options of replicas."""
 
 _START_S: Final = 30.0
 _POLL_S: Final = 0.1
@@ -55,8 +64,7 @@ class FleetShape:
     speedup: float
     kv_tokens: int
     tokens_per_chunk: int
-    patience: float = PATIENCE
-    """0: they compute prompts first come, first served, as other engines do."""
+    order: Order = "asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +129,15 @@ def _start_ours(
         "WARMPATH_ROUTING__RUNNING_S": str(_RUNNING_S / speedup),
         "WARMPATH_ROUTING__W_PER_WAIT_S": str(_W_PER_WAIT_S * speedup),
         "WARMPATH_ROUTING__SATURATED_S": str(_SATURATED_S / speedup),
+        "WARMPATH_ROUTING__PATIENCE": "0" if shape.order == "arrival" else "1",
         "WARMPATH_ROUTING__GATEWAYS": str(arm.gateways),
         "WARMPATH_ROUTING__AWAY_S": str(_AWAY_S / speedup),
         "WARMPATH_ADMISSION__MAX_WAIT_S": str(_MAX_WAIT_S / speedup),
         "WARMPATH_ADMISSION__AHEAD_S": str(_AHEAD_S / speedup),
     }
+    if arm.knowledge == "plain":
+        found = [{"url": url, "priority": shape.order == "asked"} for url in _urls(ports)]
+        environment["WARMPATH_REPLICAS"] = json.dumps(found)
     if arm.gateways > 1:  # or what one has sent would be of no use to the other
         environment["WARMPATH_KEYS__FLEET_SECRET"] = secrets.token_hex(32)
     credential = secrets.token_urlsafe(24)
@@ -133,7 +145,7 @@ def _start_ours(
     routers = tuple(
         stack.enter_context(
             running_process(
-                _gateway_command(arm, each, folder / f"state-{each}", ports, holds),
+                _gateway_command(arm, each, folder / f"state-{each}", holds),
                 folder / f"router-{each}.log",
                 {**environment, "WARMPATH_ROUTING__GATEWAY": str(number)},
             )
@@ -155,11 +167,10 @@ def _start_ours(
     return System(tuple(client_ports), ports, routers, fleet, admin_key, credential)
 
 
-def _gateway_command(arm: Ours, port: int, state: Path, replica_ports: Sequence[int], holds: Path | None) -> list[str]:
+def _gateway_command(arm: Ours, port: int, state: Path, holds: Path | None) -> list[str]:
     program = ["gateway"] if holds is None else ["loadtest.holds", str(holds), "gateway"]
     command = [sys.executable, "-m", *program, "serve", "--open", "--port", str(port), "--admin-port", str(port + 1)]
-    command += ["--policy", arm.policy, "--state-dir", str(state), "--processes", str(arm.processes)]
-    return command if arm.knowledge == "exact" else [*command, "--replicas", ",".join(_urls(replica_ports))]
+    return [*command, "--policy", arm.policy, "--state-dir", str(state), "--processes", str(arm.processes)]
 
 
 def _start_peer(stack: contextlib.ExitStack, folder: Path, arm: Peer, shape: FleetShape, port: int) -> System:
@@ -197,7 +208,7 @@ def _start_fleet(
             *(sys.executable, "-m", "workers", "simulated", "--replicas", str(len(mine)), "--port", str(mine[0])),
             *("--speedup", str(shape.speedup), "--kv-memory", str(shape.kv_tokens * _KV_BYTES_PER_TOKEN)),
             *("--tokens-per-chunk", str(shape.tokens_per_chunk), "--grace", "0"),
-            *("--patience", str(shape.patience)),
+            *ORDERS[shape.order],
             *joining,
         ]
         if joining:

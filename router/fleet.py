@@ -10,7 +10,6 @@ raise or make the arithmetic of others wrong.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
@@ -86,6 +85,10 @@ class Reservation(msgspec.Struct, eq=False):
     """Of its text, where tokens are unknown."""
     yields: bool = False
     """The replica computes it after those that do not, also if it began before."""
+    passed_s: float = 0.0
+    """For how long it lets shorter ones pass there."""
+    matched_blocks: int = 0
+    """How many of `names` the replica was expected to hold by then."""
     last_sent: float | None = None
     """When the deepest block of it that was sent there before had last been sent."""
     known: int = 0
@@ -202,8 +205,8 @@ class Replica:
         self.inflight = 0
         self.unanswered_tokens = 0
         self.unadmitted_tokens = 0
-        self._order = PromptOrder() if spec.kind == "warmpath" else None
-        """None: first come, first served."""
+        self._order = PromptOrder() if spec.kind == "warmpath" or spec.priority else None
+        """None: it computes prompts as they come."""
         self._unadmitted = 0
         """Requests sent to it that its load frames do not count yet."""
         self._prefilling: dict[Reservation, None] = {}  # oldest first
@@ -218,6 +221,11 @@ class Replica:
     def configure(self, settings: RoutingSettings) -> None:
         self.settings = settings
         self.breaker.configure(settings.eject_after, settings.eject_s, settings.max_eject_s)
+
+    @property
+    def takes_order(self) -> bool:
+        """Whether it computes prompts in the order that it is told."""
+        return self._order is not None
 
     @property
     def trust(self) -> Trust:
@@ -264,12 +272,26 @@ class Replica:
             return 0.0
         return self._own_backlog(now, rate) / rate + (self.inflight - len(self._prefilling)) * self.settings.running_s
 
-    def behind(self, uncached_tokens: int, now: float, rate: float, *, yields: bool) -> Behind | None:
+    def behind(
+        self, uncached_tokens: int, now: float, rate: float, names: Sequence[int], matched_blocks: int, *, yields: bool
+    ) -> Behind | None:
         """What we sent there and `wait_s` counts, but would be computed after such a prompt sent now. None: nothing is sent."""
         order = self._order
         if not order:
             return None
-        return order.behind(self._urgency(uncached_tokens, now, rate, yields=yields), now, rate)
+        urgency = Urgency(yields, now + self._passed_s(uncached_tokens, rate))
+        return order.behind(self._not_before(urgency, order, names, matched_blocks), now, rate)
+
+    def _not_before(self, urgency: Urgency, order: PromptOrder, names: Sequence[int], matched_blocks: int) -> Urgency:
+        """What is expected to be cached may have to be computed first: nobody goes before whom it shall find there."""
+
+        def computes_some_of_it(other: Reservation) -> bool:
+            end = min(len(other.names), len(names), matched_blocks)
+            return end > other.matched_blocks and other.names[end - 1] == names[end - 1]
+
+        if not matched_blocks or (last := order.last_of(computes_some_of_it)) is None:
+            return urgency
+        return max(urgency, last)
 
     def decoding_s(self, now: float) -> float:
         """The part of `wait_s` that running decodes add: a preference among replicas, no time in which nothing can begin."""
@@ -278,9 +300,9 @@ class Replica:
             return max(load.running, 0) * self._running_s(load)
         return (self.inflight - len(self._prefilling)) * self.settings.running_s
 
-    def _urgency(self, uncached_tokens: int, now: float, rate: float, *, yields: bool) -> Urgency:
-        patience = 0.0 if self.hello is None else self.hello.patience
-        return Urgency(yields, now + patience * uncached_tokens / rate if 0 < patience < math.inf else now)
+    def _passed_s(self, uncached_tokens: int, rate: float) -> float:
+        """For how long such a prompt lets shorter ones pass."""
+        return self.settings.patience * uncached_tokens / rate
 
     def has_room(self, uncached_tokens: int, now: float, *, yields: bool = False) -> bool:
         """Whether a prompt with so much to compute could begin beside what runs and waits there: a sequence is free for it, or
@@ -333,7 +355,9 @@ class Replica:
         self._prefilling[reservation] = None
         if self._order is not None:
             begun_at, rate = reservation.begun_at, self._known_rate
-            urgency = self._urgency(uncached_tokens, begun_at, rate, yields=reservation.yields)
+            reservation.passed_s = self._passed_s(uncached_tokens, rate)
+            urgency = Urgency(reservation.yields, begun_at + reservation.passed_s)
+            urgency = self._not_before(urgency, self._order, reservation.names, reservation.matched_blocks)
             self._order.add(reservation, urgency, uncached_tokens, begun_at, rate)
 
     @property

@@ -40,8 +40,8 @@ _LOOK_AGAIN_S: Final = 0.05
 """What nobody tells of (an operator, a health check, a wait that was predicted wrong) is seen so soon."""
 _LEAST_PAUSE_S: Final = 0.005
 """A look costs a decision; more often than this it would slow what it waits for."""
-_PATIENCE: Final = 1.0
-"""Times what its own prefill takes, a prompt lets shorter ones of its tenant pass: as own workers do (`router.wire.Hello`)."""
+_RANK_BITS: Final = 42
+"""Milliseconds since 1970 take 41 until 2039."""
 _SHARED_S: Final = 60.0
 """So long after requests of two tenants came, replicas are kept free for whoever comes next."""
 _RATE_WINDOW_S: Final = 20.0
@@ -78,8 +78,14 @@ class Placed(NamedTuple):
     reservation: Reservation
 
     def engine_priority(self, priority: Priority) -> int:
-        """For replicas that know priorities; a smaller one goes first."""
+        """For own workers; a smaller one goes first."""
         return 2 * priority + self.reservation.yields
+
+    def engine_rank(self, priority: Priority, unix_s: float) -> int:
+        """For replicas that are told a number and nothing else: the same, and within it by when it came (`unix_s`) and for how
+        long it lets others pass.
+        """
+        return self.engine_priority(priority) << _RANK_BITS | round(1000 * (unix_s + self.reservation.passed_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +202,7 @@ class Gate:
             priority=asked.priority,
             work=uncached + _REQUEST_TOKENS,
             deadline=since + self._settings.deadline_s,
-            rank=since + _PATIENCE * uncached / self._router.prefill_tok_s(self._model),
+            rank=since + self._router.patience * uncached / self._router.prefill_tok_s(self._model),
         )
         return entry, self._queue.push(entry)
 

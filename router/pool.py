@@ -6,6 +6,7 @@ same way, so a replica that differs in kind, revision, block size, hash scheme o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -124,6 +125,12 @@ class Members:
         if self.record.key_space == "tokens":
             return depth * self.record.block_size
         return int(CHUNK_ENDS[depth - 1] / self.density.bytes_per_token)
+
+    def depth_of(self, tokens: int) -> int:
+        """The other way round."""
+        if not tokens or self.record.key_space == "tokens":
+            return tokens // self.record.block_size
+        return bisect_left(CHUNK_ENDS, tokens * self.density.bytes_per_token) + 1
 
     def capacity_of(self, replica: Replica) -> int:
         """Blocks that a replica's cache is taken to hold: as it says, else as learned, else by the prior."""

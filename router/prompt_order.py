@@ -11,8 +11,9 @@ prompts wait before it.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -63,6 +64,10 @@ class PromptOrder:
         """It is computed, or gone."""
         self._work(now, rate)
         self._lefts = [left for left in self._lefts if left.owner is not owner]
+
+    def last_of(self, concerns: Callable[[Any], bool]) -> Urgency | None:
+        """The least urgent owner's that concerns the caller, of those with something left. None: there is none."""
+        return next((left.urgency for left in reversed(self._lefts) if concerns(left.owner)), None)
 
     def behind(self, urgency: Urgency, now: float, rate: float) -> Behind:
         """What a prompt that comes now would go before. Changes nothing."""

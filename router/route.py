@@ -108,8 +108,8 @@ class Router:
     def add(self, replica_id: str, spec: ReplicaSpec, now: float) -> None:
         """A replica registers, or says again that it is there. It takes requests once `set_health` says that it is well.
 
-        One with a new epoch, address, model, revision or kind is another replica: all that was known of the old one goes,
-        but not what operators set. Model '' means not known yet: it serves nothing until it is added again with one.
+        One with a new epoch, address, model, revision, kind or order is another replica: all that was known of the old one
+        goes, but not what operators set. Model '' means not known yet: it serves nothing until it is added again with one.
         Raises `PoolMismatch`.
         """
         known = self._replicas.get(replica_id)
@@ -184,6 +184,11 @@ class Router:
         replica = self._replicas.get(replica_id)
         if replica is not None:
             replica.mismatch = why
+
+    @property
+    def patience(self) -> float:
+        """See `RoutingSettings`."""
+        return self._settings.patience
 
     def configure(self, settings: RoutingSettings) -> None:
         """Decide by these from now on, `index_bytes` apart. What was learned stays, and so do the priors that it began with."""
@@ -395,7 +400,8 @@ class Router:
             begun_at=now,
             permit=replica.breaker.begin(now),
             num_bytes=query.num_bytes,
-            yields=query.yields and replica.spec.kind == "warmpath",
+            yields=query.yields and replica.takes_order,
+            matched_blocks=members.depth_of(decision.matched_tokens),
         )
         replica.reserve(reservation)
         if replica.trust is not _BLIND:
@@ -547,14 +553,15 @@ class Router:
             rate = replica.rate
             if rate is None or slowest <= rate <= fastest:
                 rate = usual_rate
-            matched = 0
-            if depths and (depth := depths.get(replica.holding.slot)):
+            matched = depth = 0
+            if depths and (depth := depths.get(replica.holding.slot, 0)):
                 matched = min(members.tokens_of(depth), most_matched)
             wait = replica.wait_s(now, rate)
             delayed = 0
             if (
                 replica.unanswered_tokens
-                and (behind := replica.behind(num_tokens - matched, now, rate, yields=query.yields)) is not None
+                and (behind := replica.behind(num_tokens - matched, now, rate, query.names, depth, yields=query.yields))
+                is not None
             ):
                 wait = max(wait - behind.tokens / rate, replica.decoding_s(now))
                 delayed = behind.delayed
@@ -604,7 +611,7 @@ class Router:
 
 def _same_process(replica: Replica, spec: ReplicaSpec) -> bool:
     old = replica.spec
-    if (old.url, old.model, old.revision, old.kind) != (spec.url, spec.model, spec.revision, spec.kind):
+    if any(getattr(old, name) != getattr(spec, name) for name in ("url", "model", "revision", "kind", "priority")):
         return False
     # A restart may show in the event stream before the replica registers again.
     return spec.epoch in (old.epoch, replica.stream.epoch)

@@ -19,7 +19,7 @@ PolicyName = Literal[
 ]
 
 _MAY_BE_ZERO: Final = frozenset(
-    {"fixed_s", "running_s", "w_per_wait_s", "tie_ratio", "learned_tokens", "saturated_s", "away_s"}
+    {"fixed_s", "running_s", "w_per_wait_s", "tie_ratio", "learned_tokens", "saturated_s", "away_s", "patience"}
 )
 
 
@@ -40,6 +40,10 @@ class RoutingSettings:
     """How much w rises with each second that even the least busy replica would let a prompt wait. With 2 a fleet near
     saturation gave up too much of its cache (docs/routing.md); with 20 a half busy one waits for the cache too long."""
     max_w: float = 11.0
+    patience: float = 1.0
+    """For how long a prompt lets shorter ones pass: so many times what its own uncached tokens take. In the queue, and at
+    replicas that compute in the order they are told. 0 is first come, first served; above 1 little is gained, and the longest
+    wait longer (docs/routing.md)."""
     gateways: int = 1
     """How many gateways that hear nothing of each other send to the same replicas."""
     gateway: int = 1

@@ -71,9 +71,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="he
     """Digest of all that decides the bits of an answer; equal numerics give equal text."""
     capacity_blocks: int
     max_num_seqs: int
-    patience: float = 0.0
-    """In which order it computes the prompts of a priority: by when they came plus this many times what their uncached tokens
-    take at its prefill rate. So each lets those shorter ones pass that come so soon after it; 0 is first come, first served."""
     started_at: float
     """Unix time, seconds; for people."""
 
@@ -192,6 +189,9 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     epoch: str = ""
     credential: str = ""
     """What the gateway shows the replica as its bearer token."""
+    priority: bool = False
+    """Of kind ``openai``: whether it computes prompts in the order of the body's field ``priority``, the least first, as vLLM
+    does with ``--scheduling-policy priority``. Own workers are told more (`PromptField`)."""
     lease_s: float = 15.0
 
 
@@ -219,6 +219,9 @@ class PromptField(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     seed: int | None = None
     request_id: str = ""
     priority: int = 0
+    patience: float = 0.0
+    """Its place among those of its priority: when it came plus so many times what its uncached tokens take at the replica's
+    prefill rate. So it lets those shorter ones pass that come so soon after it; 0 is first come, first served."""
     resume: Resume | None = None
 
     def encode(self, prompt_ids: bytes) -> bytes:

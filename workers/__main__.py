@@ -37,7 +37,7 @@ from workers.hub import LocalModel, cache_dir, resolve
 from workers.lifecycle import ServedApp, bind, is_loopback, reachable_url, serve, stop_signals
 from workers.model_config import read_config
 from workers.model_errors import ModelDamaged, ModelError
-from workers.protocol import PATIENCE, EngineInfo
+from workers.protocol import EngineInfo
 from workers.register import Registration
 from workers.server import ReplicaApp
 from workers.simulated_options import SimulatedOptions, simulated_options
@@ -79,6 +79,7 @@ class Options:
     max_model_len: int | None
     max_num_seqs: int | None
     patience: float
+    scheduling_policy: Literal["fcfs", "priority"]
     threads: int
     gateway: tuple[str, ...]
     join_token: str
@@ -196,9 +197,17 @@ Examples:
 @click.option(
     "--patience",
     type=click.FloatRange(0, 100),
-    default=PATIENCE,
+    default=0.0,
     show_default=True,
-    help="Times what its own prefill takes, a prompt lets shorter ones pass; 0 is first come, first served.",
+    help="Times what its own prefill takes, a prompt lets shorter ones pass; 0 is first come, first served. Gateways say it "
+    "with each request.",
+)
+@click.option(
+    "--scheduling-policy",
+    type=click.Choice(["fcfs", "priority"]),
+    default="fcfs",
+    show_default=True,
+    help="priority: the body's field 'priority' counts, the least first, where no gateway says more.",
 )
 @click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default=True)
 @click.option("--gateway", multiple=True, help="Admin URL of a gateway to register with; may be repeated.")
@@ -404,6 +413,7 @@ def _simulated(options: Options) -> _Kit:
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
         patience=options.patience,
+        takes_priority=options.scheduling_policy == "priority",
     )
     replicas = [simulated.build(info, number) for number in range(options.replicas)]
     return _Kit(
@@ -428,6 +438,7 @@ def _torch(options: Options) -> _Kit:
         max_model_len=options.max_model_len,
         block_size=BLOCK_SIZE,
         patience=options.patience,
+        takes_priority=options.scheduling_policy == "priority",
     )
     return _Kit(engines=[ProcessEngineClient(args)], files=load_tokenizer_files(local.path))
 

@@ -61,6 +61,7 @@ class Body(msgspec.Struct, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    priority: Annotated[int, Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)] | None = None
     warmpath: PromptField | None = None
     # What follows is only looked at to refuse it.
     prompt_logprobs: Any = None

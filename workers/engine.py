@@ -71,7 +71,7 @@ class Engine:
             max_num_seqs=self.info.max_num_seqs,
             token_budget=token_budget,
             prefills_per_step=prefills_per_step,
-            patience_s=self._patience_s,
+            prefill_s=self._prefill_s,
         )
         self._token_budget = token_budget
         self._eos_ids = frozenset(self.info.eos_ids)
@@ -132,6 +132,7 @@ class Engine:
             sampling=submit.sampling,
             order=(submit.priority, self._num_submitted),
             arrived_at=self.clock(),
+            patience=submit.patience,
         )
         self._seqs[seq.rid] = seq
         if grammar is None:
@@ -197,9 +198,9 @@ class Engine:
             preemptions_total=scheduler.num_preemptions,
         )
 
-    def _patience_s(self, num_tokens: int) -> float:
+    def _prefill_s(self, num_tokens: int) -> float:
         rate = self._rates.prefill_tok_s
-        return self.info.patience * num_tokens / rate if rate else 0.0
+        return num_tokens / rate if rate else 0.0
 
     def _run(self, slices: list[Slice]) -> None:
         slices, batch = self._rows(slices)

@@ -32,7 +32,6 @@ from workers.engine import DEFAULT_TOKEN_BUDGET, Engine
 from workers.model_errors import ModelError
 from workers.protocol import (
     MAX_MESSAGE_BYTES,
-    PATIENCE,
     Failed,
     FromEngine,
     Ready,
@@ -76,7 +75,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """None: what the model allows."""
     block_size: int
     token_budget: int = DEFAULT_TOKEN_BUDGET
-    patience: float = PATIENCE
+    patience: float = 0.0
+    takes_priority: bool = False
 
 
 class _ParentGone(Exception):
@@ -223,7 +223,13 @@ def build_torch_engine(args: EngineArgs) -> Engine:
         max_model_len=args.max_model_len,
         block_size=args.block_size,
     )
-    info = msgspec.structs.replace(runner.info, model=args.model, revision=args.revision, patience=args.patience)
+    info = msgspec.structs.replace(
+        runner.info,
+        model=args.model,
+        revision=args.revision,
+        patience=args.patience,
+        takes_priority=args.takes_priority,
+    )
     grammars = _grammars(tokenizer.tokenizer_json, min(num_tokens, info.vocab_size), info.eos_ids)
     engine = Engine(runner, info=info, grammars=grammars, token_budget=args.token_budget)
     engine.warm_up()

@@ -25,6 +25,7 @@ __all__ = ["GenerationRequest", "ToolUse", "parse_chat", "parse_completion", "sa
 
 MAX_STOP_CHARS: Final = 256
 MAX_SALT_CHARS: Final = 256
+MAX_PATIENCE: Final = 100
 
 LEAST_TEMPERATURE: Final = 1e-5
 """Below it logits divided by the temperature overflow, and the most likely token is what remains."""
@@ -98,6 +99,7 @@ class GenerationRequest:
     """Whether every event tells the usage so far."""
     add_special_tokens: bool
     """Text prompts only; a chat template writes its special tokens itself."""
+    priority: int
     field: PromptField | None
     prompt: bytes
     """Raw JSON of ``messages`` or ``prompt``; b'' when absent."""
@@ -205,6 +207,7 @@ def _checked(
         include_usage=include_usage,
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
         add_special_tokens=add_special_tokens,
+        priority=fields.priority or 0,
         field=fields.warmpath,
         prompt=messages_or_prompt,
         body=body,
@@ -295,6 +298,8 @@ def _check_field(field: PromptField, *, resumable: bool) -> None:
         raise invalid_value(f"'warmpath.salt' takes at most {MAX_SALT_CHARS} characters.", "warmpath.salt")
     if abs(field.priority) > 1 << 31:
         raise invalid_value("'warmpath.priority' must fit into 32 bits.", "warmpath.priority")
+    if not 0 <= field.patience <= MAX_PATIENCE:
+        raise invalid_value(f"'warmpath.patience' must be from 0 to {MAX_PATIENCE}.", "warmpath.patience")
     if field.resume is not None:
         _check_resume(field.resume, resumable=resumable)
 

@@ -18,7 +18,6 @@ from workers.rates import UNMEASURED_STEP_S
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
-    "PATIENCE",
     "Abort",
     "EngineInfo",
     "Failed",
@@ -37,10 +36,6 @@ __all__ = [
     "decode_to_engine",
     "encode_message",
 ]
-
-PATIENCE: Final = 1.0
-"""Of an engine that is told nothing else (`router.wire.Hello`): the least that lets short prompts pass long ones, and the
-longest prompts wait hardly longer than first come, first served (docs/routing.md)."""
 
 FinishReason = Literal["stop", "length", "rejected", "error"]
 """``stop``: an end or stop token. ``length``: max_tokens or the context is used up. ``rejected``: the request can never run
@@ -98,6 +93,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     salt: str = ""
     priority: int = 0
     """A smaller one is admitted sooner and preempted later; within one, what came sooner and is shorter is."""
+    patience: float = 0.0
+    """For how long it lets shorter ones of its priority pass, times what its uncached tokens take to compute."""
     resume: bytes = b""
     """u32le ids that were generated elsewhere before: the sequence goes on behind them, and only what follows is told.
     Limits, penalties and noise count from the prompt's end as ever. They must not have ended it (`workers.ending`)."""
@@ -124,7 +121,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: list[int]
     """Ids that end an answer unless the request ignores them."""
     patience: float = 0.0
-    """Of `router.wire.Hello`."""
+    """Of requests that no gateway gives one (`Submit.patience`)."""
+    takes_priority: bool = False
+    """Whether the body's field ``priority`` counts where no gateway gives one."""
     weights_bytes: int
     kv_bytes_per_token: int
 

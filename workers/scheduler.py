@@ -5,10 +5,10 @@ is cut into chunks and those who already generate wait for one chunk at most, ne
 
 In order: sequences that generate, ongoing prefills, waiting ones; but a waiting one goes before an ongoing prefill that is less
 urgent, which a long prompt would else hold up for seconds. More urgent is what has a higher priority, and within a priority
-what came sooner and has less to compute: each lets pass the shorter ones that come within its `patience_s`. So short prompts
-hardly wait for long ones, and nobody waits for ever. Waiting ones are admitted in that order, and only when the whole of what
-they have and one id more fit; their blocks are taken at once, so a prefill never runs out of memory halfway. A sequence that
-generates and finds no block takes those of the last in that order, which starts again from its ids later, mostly from the
+what came sooner and has less to compute: each lets pass the shorter ones that come within its patience (`Submit`). So short
+prompts hardly wait for long ones, and nobody waits for ever. Waiting ones are admitted in that order, and only when the whole
+of what they have and one id more fit; their blocks are taken at once, so a prefill never runs out of memory halfway. A sequence
+that generates and finds no block takes those of the last in that order, which starts again from its ids later, mostly from the
 cache.
 
 What must hold:
@@ -55,17 +55,17 @@ class Scheduler:
         max_num_seqs: int,
         token_budget: int,
         prefills_per_step: int | None = None,
-        patience_s: Callable[[int], float] = lambda num_tokens: 0.0,
+        prefill_s: Callable[[int], float] = lambda num_tokens: 0.0,
     ) -> None:
         """`prefills_per_step` is for runners to whom a prompt costs more than its tokens; None bounds the tokens alone.
-        `patience_s`: for how long one with so many tokens to compute lets shorter ones pass; 0 is first come, first served.
+        `prefill_s`: what so many tokens take to compute; with 0 the order is first come, first served.
         """
         self._pool = pool
         self._block_size = pool.block_size
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._prefills_per_step = max_num_seqs if prefills_per_step is None else prefills_per_step
-        self._patience_s = patience_s
+        self._prefill_s = prefill_s
         self._waiting: list[Seq] = []  # both sorted by Seq.turn
         self._running: list[Seq] = []
         self._wanted = Wanted()  # blocks that these two still have to compute
@@ -92,7 +92,7 @@ class Scheduler:
 
     def add(self, seq: Seq) -> None:
         self._expect(seq)
-        seq.rank = seq.arrived_at + self._patience_s(len(seq.ids) - seq.expected_cached)
+        seq.rank = seq.arrived_at + seq.patience * self._prefill_s(len(seq.ids) - seq.expected_cached)
         insort(self._waiting, seq, key=_turn)
 
     def remove(self, seq: Seq) -> None:

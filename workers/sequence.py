@@ -43,6 +43,8 @@ class Seq:
     """(priority, number of arrival)."""
     arrived_at: float = 0.0
     """On the engine's clock."""
+    patience: float = 0.0
+    """Of `workers.protocol.Submit`."""
 
     rank: float = 0.0
     """Its place within its priority, on the engine's clock: when it came, and the later the more it had to compute then."""

@@ -152,7 +152,6 @@ class ReplicaApp:
             numerics=self._info.numerics,
             capacity_blocks=self._info.num_blocks,
             max_num_seqs=self._info.max_num_seqs,
-            patience=self._info.patience,
             started_at=self._started_at,
         )
 

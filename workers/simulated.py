@@ -26,7 +26,7 @@ from router.blocks import BLOCK_SIZE
 from router.trivial import EOS_ID
 from router.wire import unpack_ids
 from workers.engine import Engine
-from workers.protocol import PATIENCE, EngineInfo, Sampling, TokenLogprob
+from workers.protocol import EngineInfo, Sampling, TokenLogprob
 from workers.step import RowResult, ScheduledSeq
 
 __all__ = ["SIMULATED_TOKEN_BUDGET", "SimulatedRunner", "TimeModel", "engine_over", "simulated_info"]
@@ -100,7 +100,8 @@ def simulated_info(
     block_size: int = BLOCK_SIZE,
     max_num_seqs: int = 256,
     max_model_len: int = 131_072,
-    patience: float = PATIENCE,
+    patience: float = 0.0,
+    takes_priority: bool = False,
 ) -> EngineInfo:
     return EngineInfo(
         model=model,
@@ -112,6 +113,7 @@ def simulated_info(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         patience=patience,
+        takes_priority=takes_priority,
         vocab_size=EOS_ID + 1,
         eos_ids=[EOS_ID],
         weights_bytes=0,

@@ -15,7 +15,7 @@ from workers.client import InProcessEngineClient
 from workers.faults import KINDS, Fault, parse_fault
 from workers.faulty import FaultyReplica
 from workers.presets import PRESETS, Preset
-from workers.protocol import PATIENCE, EngineInfo
+from workers.protocol import EngineInfo
 from workers.server import ReplicaApp
 from workers.simulated import SimulatedRunner, TimeModel, engine_over, simulated_info
 
@@ -87,7 +87,8 @@ class SimulatedOptions:
         kv_memory: int | None,
         max_num_seqs: int | None,
         max_model_len: int | None,
-        patience: float = PATIENCE,
+        patience: float = 0.0,
+        takes_priority: bool = False,
     ) -> EngineInfo:
         if self.kv_tokens is not None and kv_memory is not None:
             raise click.UsageError("--kv-tokens and --kv-memory say the same in two units; give one")
@@ -101,6 +102,7 @@ class SimulatedOptions:
             model=model,
             kv_tokens=kv_tokens,
             patience=patience,
+            takes_priority=takes_priority,
             **{name: size for name, size in sizes.items() if size is not None},
         )
 

@@ -110,13 +110,18 @@ def submissions(
 ) -> list[Submit]:
     """One sequence a choice, prompt by prompt: choice j of prompt i has the index i * n + j."""
     gateway = request.field
+    if gateway is not None:
+        salt, priority, patience = gateway.salt, gateway.priority, gateway.patience
+    else:
+        salt, priority, patience = "", request.priority if info.takes_priority else 0, info.patience
     return [
         Submit(
             rid=next(rids),
             request_id=request_id,
             prompt=prompt,
-            salt=gateway.salt if gateway is not None else "",
-            priority=gateway.priority if gateway is not None else 0,
+            salt=salt,
+            priority=priority,
+            patience=patience,
             resume=resume,
             sampling=_sampling(request, seed, choice, context_length(info) - len(prompt) // 4, grammar),
         )

@@ -77,6 +77,8 @@ class ReplicaRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """By default the first one that it lists."""
     credential: str = ""
     """Sent to it as its bearer token."""
+    priority: bool = False
+    """It computes prompts in the order of the body's field priority, as vLLM with --scheduling-policy priority."""
 
 
 class HeartbeatRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,6 +127,8 @@ class ReplicaBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     revision: str
     kind: str
+    priority: bool
+    """Of kind openai: whether it is told in which order to compute, by the body's field priority."""
     epoch: str
     lease_expires: float | None
     """None for a replica from the settings. In the past: not routed to, what it holds is remembered for a while."""
@@ -187,6 +191,7 @@ def replica_body(
         model=view.spec.model,
         revision=view.spec.revision,
         kind=view.spec.kind,
+        priority=view.spec.priority,
         epoch=view.spec.epoch,
         # Both clocks are read anew each time, some microseconds apart; what did not change shall look the same.
         lease_expires=round(lease.expires + unix_offset, 3) if lease is not None else None,

@@ -88,7 +88,9 @@ async def _add_replica(context: AdminContext, call: Call) -> ReplicaBody:
     wanted: ReplicaRequest = call.body
     url = await _checked_url(context, wanted.url)
     replica_id = wanted.id if wanted.id is not None else replica_id_of(url)
-    spec = ReplicaSpec(url=url, model=wanted.model, kind="openai", credential=wanted.credential)
+    spec = ReplicaSpec(
+        url=url, model=wanted.model, kind="openai", credential=wanted.credential, priority=wanted.priority
+    )
     try:
         context.registry.add_by_hand(replica_id, spec, _registrant(call), context.clock())
     except RegistryError as error:

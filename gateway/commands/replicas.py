@@ -175,10 +175,13 @@ def _path(replica_id: str, more: str = "") -> str:
 @click.option("--id", "replica_id", help="By default made from the URL.")
 @click.option("--model", default="", help="By default the first one that it lists.")
 @click.option("--credential", default="", envvar="WARMPATH_REPLICA_CREDENTIAL", help="Sent to it as bearer token.")
+@click.option(
+    "--priority", is_flag=True, help="It computes in the order of the field priority, least first, as vLLM can."
+)
 @click.pass_context
-def add(context: click.Context, url: str, replica_id: str | None, model: str, credential: str) -> None:
+def add(context: click.Context, url: str, replica_id: str | None, model: str, credential: str, priority: bool) -> None:
     """Add an OpenAI-compatible server, until it is removed or the gateway ends."""
-    body = {"url": url, "id": replica_id, "model": model, "credential": credential}
+    body = {"url": url, "id": replica_id, "model": model, "credential": credential, "priority": priority}
     added = _admin(context).call("POST", "/replicas", body)
     click.echo(f"{added['id']} added; it gets requests once it is found healthy")
 

@@ -176,6 +176,9 @@ def build_data_plane(
             tracer.finished(record)
         endings.add(record)
 
+    def unix_time(moment: float) -> float:
+        return moment + time.time() - clock()
+
     dispatcher = Dispatcher(
         knowledge.router,
         knowledge.upstream,
@@ -186,6 +189,7 @@ def build_data_plane(
         commit_after_s=settings.stream.commit_after_s,
         ping_s=settings.stream.ping_s,
         clock=clock,
+        unix_time=unix_time,
         draw=random.random,
         on_gap=telemetry.gap if counts else _count_nothing,
         on_failed_try=telemetry.upstream_failed if counts else _count_nothing,
@@ -197,7 +201,7 @@ def build_data_plane(
                 knowledge.cards,
                 knowledge.aliases,
                 authenticator,
-                unix_time=lambda moment: moment + time.time() - clock(),
+                unix_time=unix_time,
             )
         ),
         router=knowledge.router,

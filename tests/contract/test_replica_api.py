@@ -17,7 +17,6 @@ from router.prompt import TokenizerFiles, load_prompter
 from router.wire import Batch, Frame, FrameDecoder, Hello, Load, encode_ids, pack_ids
 from tests.contract.asking import CHAT, TEXT, chat, error_of, events, fresh_ids, streamed_text, text
 from tests.replicas import Replica
-from workers.protocol import PATIENCE
 
 
 @asynccontextmanager
@@ -591,7 +590,6 @@ async def test_events_name_the_blocks_of_a_prompt(http: httpx.AsyncClient, repli
     assert isinstance(hello, Hello)
     assert hello.model == replica.model
     assert hello.block_size == BLOCK_SIZE
-    assert hello.patience == PATIENCE
     assert hello.seq <= seqs[-1]
     assert seqs == list(range(1, len(seqs) + 1)), "a stream without `after` begins at the beginning"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Final
 
 import pytest
 
@@ -12,14 +13,15 @@ from router.settings import PolicyName
 from tests.fleet.flood import flooded, quiet, ttft_of_quiet
 from tests.fleet.several import Processes, several_gateways
 from tests.fleet.virtual_time import Figures, VirtualFleet
-from workers.protocol import PATIENCE
+
+PATIENCE: Final = RoutingSettings().patience
 
 
 @cache
 def figures(policy: PolicyName, load: float = 1.0, limit: int = 150, patience: float = 0.0) -> Figures:
     """With no `patience`, replicas compute first come, first served, so that policies differ by their decisions alone."""
     made = make_workload("trace", load=load, seed=1, limit=limit)
-    return VirtualFleet(made, RoutingSettings(policy=policy), patience=patience).run()
+    return VirtualFleet(made, RoutingSettings(policy=policy, patience=patience)).run()
 
 
 @pytest.mark.parametrize("other", ["round_robin", "least_load", "prefix"])

@@ -39,7 +39,7 @@ from router.fair_queue import Entry, Priority
 from router.wire import Frame, FrameDecoder, Hello, ReplicaSpec
 from workers.engine import Engine
 from workers.events import EventLog, LoadThrottle
-from workers.protocol import PATIENCE, EngineInfo, Sampling, StepReport, Submit
+from workers.protocol import EngineInfo, Sampling, StepReport, Submit
 from workers.simulated import SimulatedRunner, engine_over, simulated_info
 
 REPLICAS: Final = 8
@@ -102,13 +102,12 @@ class VirtualFleet:
         queue: GateSettings | None = None,
         tenant_of: Callable[[Request], str] = lambda request: "",
         priorities: bool = True,
-        patience: float = PATIENCE,
         router: Router | None = None,
         gateways: int = 1,
         decide_s: float = 0.0,
         frame_s: float = 0.0,
     ) -> None:
-        """`priorities`: whether replicas are told them, as own ones are. `patience`: of the replicas (`router.wire.Hello`).
+        """`priorities`: whether replicas are told them, as own ones are.
         `gateways` take the requests in turn, each one request after the other, `decide_s` for each; what a replica tells is
         heard `frame_s` later.
         """
@@ -119,7 +118,7 @@ class VirtualFleet:
         self._workload = workload
         self._draw = random.Random(seed)
         self._router = Router(settings) if router is None else router
-        self._info = simulated_info(kv_tokens=workload.kv_tokens, patience=patience)
+        self._info = simulated_info(kv_tokens=workload.kv_tokens)
         self._gate = None if queue is None else Gate(self._router, self._info.model, queue)
         self._tenant_of = tenant_of
         self._priorities = priorities
@@ -209,6 +208,7 @@ class VirtualFleet:
             prompt=request.prompt.encode(),
             sampling=sampling,
             priority=placed.engine_priority(Priority.DEFAULT) if self._priorities else 0,
+            patience=self._router.patience,
         )
         replica = self._replicas[chosen]
         if replica.running is None:
@@ -354,7 +354,6 @@ def _hello(info: EngineInfo) -> Hello:
         numerics=info.numerics,
         capacity_blocks=info.num_blocks,
         max_num_seqs=info.max_num_seqs,
-        patience=info.patience,
         started_at=0.0,
     )
 
@@ -366,7 +365,7 @@ def _hello(info: EngineInfo) -> Hello:
 @click.option("--seeds", default=1, show_default=True, help="How many seeds to run each with.")
 @click.option("--queue", is_flag=True, help="Each both with and without the queue before the fleet.")
 @click.option("--ahead-s", type=float, help="Of the queue; by default its own.")
-@click.option("--patience", default=PATIENCE, show_default=True, help="Of replicas; 0: first come, first served.")
+@click.option("--patience", default=RoutingSettings().patience, show_default=True, help="0: first come, first served.")
 @click.option("--w-per-wait-s", type=float, help="Of the policy `cost`; by default the router's own.")
 def main(
     workload: str,
@@ -381,14 +380,13 @@ def main(
     """Compare policies in virtual time. About 10 s a run."""
     for seed in range(1, seeds + 1):
         for policy in policies.split(","):
-            options: dict[str, Any] = {"policy": policy}
+            options: dict[str, Any] = {"policy": policy, "patience": patience}
             if w_per_wait_s is not None:
                 options["w_per_wait_s"] = w_per_wait_s
             made = make_workload(workload, load=load, seed=seed)
             with_queue = GateSettings() if ahead_s is None else GateSettings(ahead_s=ahead_s)
             for gate in (None, with_queue) if queue else (None,):
-                fleet = VirtualFleet(made, RoutingSettings(**options), seed=seed, queue=gate, patience=patience)
-                found = fleet.run()
+                found = VirtualFleet(made, RoutingSettings(**options), seed=seed, queue=gate).run()
                 click.echo(
                     f"{workload} {load}x seed {seed} {policy:24} {'queue' if gate is with_queue else '     '} "
                     f"hit {found.hit_of_ideal:.3f}  TTFT p50 {found.ttft_p50:,.0f} p90 {found.ttft_p90:,.0f} mean "

@@ -211,9 +211,11 @@ class Running:
     def auth(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.key}"}
 
-    async def chat(self, content: str = "hello", **fields: Any) -> httpx.Response:
+    async def chat(self, content: str = "hello", *, can_wait: bool = False, **fields: Any) -> httpx.Response:
+        """`can_wait`: of the lowest priority."""
         body = {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
-        return await self.client.post("/v1/chat/completions", json=body, headers=self.auth)
+        headers = {**self.auth, "x-warmpath-priority": "batch"} if can_wait else self.auth
+        return await self.client.post("/v1/chat/completions", json=body, headers=headers)
 
 
 @contextlib.asynccontextmanager

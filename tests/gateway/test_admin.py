@@ -512,6 +512,7 @@ async def test_a_registered_replica_is_shown_whole_but_without_its_credential(ad
         "model": "m",
         "revision": "",
         "kind": "warmpath",
+        "priority": False,
         "epoch": "e1",
         "lease_expires": WALL_OFFSET + 115,
         "healthy": False,
@@ -737,17 +738,16 @@ async def test_what_did_not_change_looks_the_same_although_clocks_are_never_read
 
 async def test_an_operator_adds_a_server_that_stays(admin: Admin) -> None:
     added = await admin.call(
-        "POST", "/admin/v1/replicas", json={"url": "http://127.0.0.1:8100", "credential": "s3cret"}
+        "POST", "/admin/v1/replicas", json={"url": "http://127.0.0.1:8100", "credential": "s3cret", "priority": True}
     )
     again = await admin.call("POST", "/admin/v1/replicas", json={"url": "http://127.0.0.1:8100"})
     outside = await admin.call("POST", "/admin/v1/replicas", json={"url": "http://10.0.0.1:8100"})
     odd = await admin.call("POST", "/admin/v1/replicas", json={"url": "http://127.0.0.1:8101", "id": "../x"})
 
     assert added.status_code == 201
-    assert (added.json()["id"], added.json()["kind"], added.json()["lease_expires"]) == (
-        "127-0-0-1-8100",
-        "openai",
-        None,
+    shown = added.json()
+    assert (shown["id"], shown["kind"], shown["priority"], shown["lease_expires"]) == (
+        *("127-0-0-1-8100", "openai", True, None),
     )
     assert "s3cret" not in added.text
     assert [(answer.status_code, error_of(answer)["code"]) for answer in (again, outside, odd)] == [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 
 import httpx
@@ -53,6 +54,40 @@ async def test_usage_is_asked_for_in_every_stream_and_stripped_for_those_who_did
         assert asked.content == b"".join(ANSWER)
         assert [seen.json["stream_options"] for seen in replica.seen] == [{"include_usage": True}] * 3
         assert silent.headers["content-type"].startswith("text/event-stream")
+
+
+async def test_a_replica_that_takes_priorities_is_told_who_goes_first(tmp_path: Path) -> None:
+    """Milliseconds since 1970 at which its own prefill would end, and one class of tenants before the other."""
+    async with (
+        stub(says("hi")) as told,
+        stub(says("hi")) as not_told,
+        gateway(tmp_path, told, replicas=[{"url": told.url, "priority": True}]) as running,
+        gateway(tmp_path / "other", not_told) as other,
+    ):
+        before = time.time()
+        await running.chat()
+        await running.chat("long " * 50_000, priority=-5)
+        await running.chat(can_wait=True, priority=-5)
+        await other.chat(priority=-5)
+
+        short, later, batch = (seen.json["priority"] for seen in told.seen)
+        assert 1000 * before <= short <= 1000 * (time.time() + 1)
+        assert later > short + 5000
+        assert batch > 1000 * 2**32
+        assert [seen.body.count(b'"priority"') for seen in told.seen] == [1, 1, 1]
+        assert not_told.seen[0].json["priority"] == -5
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize"])
+async def test_priorities_are_for_what_is_generated(tmp_path: Path, path: str) -> None:
+    async with (
+        stub(says("hi")) as replica,
+        gateway(tmp_path, replica, replicas=[{"url": replica.url, "priority": True}]) as running,
+    ):
+        body = {"model": MODEL, "input": "x", "prompt": "x"}
+        await running.client.post(path, json=body, headers=running.auth)
+
+        assert "priority" not in replica.seen[0].json
 
 
 async def test_the_decision_is_shown_to_debug_keys_only(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from loadtest.openloop import Answer
 from loadtest.probe import Sample
 from loadtest.processes import Usage
 from loadtest.summary import Limits, Measured, Percentiles, Run, summarize
+from loadtest.system import Order
 from loadtest.workloads import Request, ideal_cached_tokens
 
 
@@ -57,7 +58,7 @@ def report_of(
     workload: str = "trace",
     load: float = 1.0,
     peers: tuple[str, ...] = (),
-    patience: float = 1.0,
+    order: Order = "asked",
 ) -> Report:
     setup = Setup(
         workload=workload,
@@ -68,7 +69,7 @@ def report_of(
         speedup=2.0,
         tokens_per_chunk=16,
         kv_tokens=1000,
-        patience=patience,
+        order=order,
         seed=1,
         runs=1,
         limits=Limits(),

@@ -1,6 +1,5 @@
 from pathlib import Path
 
-from loadtest import system
 from loadtest.arms import Ours, Peer
 from loadtest.matrix import CELLS, Cell, compared_arms, make_plan, run_length_s
 from loadtest.peers import PACKAGES, known_peers
@@ -8,7 +7,6 @@ from loadtest.targets import CELLS as TARGET_CELLS
 from loadtest.targets import TARGETS, check_targets
 from loadtest.workloads import Request, Workload
 from tests.loadtest.runs import report_of, timed_run
-from workers import protocol
 
 PEERS = [Peer("a", ("a",)), Peer("b", ("b",))]
 
@@ -70,7 +68,3 @@ def test_a_run_lasts_until_its_last_answer() -> None:
 def test_every_load_that_has_a_target_is_in_it() -> None:
     assert tuple(cell.target_name for cell in CELLS) == TARGET_CELLS
     assert Cell("trace", 1.5, 2.0).name == "trace-1.5x"
-
-
-def test_the_replicas_of_a_comparison_are_as_own_workers_are() -> None:
-    assert system.PATIENCE == protocol.PATIENCE

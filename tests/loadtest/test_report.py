@@ -30,13 +30,17 @@ def test_tables_tell_targets_then_runs() -> None:
 
 def test_the_two_orders_of_replicas_are_judged_apart() -> None:
     """A router's times over one order say nothing against a peer's over the other."""
-    first_come = report_of([timed_run("cost", 90, 100), timed_run("a", 100, 200)], peers=("a",), patience=0.0)
+    first_come = report_of([timed_run("cost", 90, 100), timed_run("a", 100, 200)], peers=("a",), order="arrival")
     short_first = report_of([timed_run("cost", 30, 60), timed_run("a", 100, 200)], peers=("a",))
 
     text = markdown([first_come, short_first])
 
-    assert text.index("Replicas: first come, first served.") < text.index("(a) | exact | 0.9 | ≤ 0.45 | **no** |")
-    assert text.index("Replicas: short prompts first (patience 1).") < text.index("(a) | exact | 0.3 | ≤ 0.45 | yes |")
+    assert text.index("Replicas compute first come, first served.") < text.index(
+        "(a) | exact | 0.9 | ≤ 0.45 | **no** |"
+    )
+    assert text.index("Replicas compute in the order they are asked for") < text.index(
+        "(a) | exact | 0.3 | ≤ 0.45 | yes |"
+    )
     assert first_come.setup.file_name != short_first.setup.file_name
 
 

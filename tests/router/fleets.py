@@ -28,9 +28,7 @@ def spec(
     return ReplicaSpec(url=url, model=model, kind=kind, epoch=epoch, revision=revision, credential="secret")
 
 
-def hello(
-    epoch: str = "e1", seq: int = 0, *, model: str = MODEL, capacity: int = 10_000, patience: float = 0.0
-) -> Hello:
+def hello(epoch: str = "e1", seq: int = 0, *, model: str = MODEL, capacity: int = 10_000) -> Hello:
     return Hello(
         epoch=epoch,
         seq=seq,
@@ -40,7 +38,6 @@ def hello(
         numerics="n",
         capacity_blocks=capacity,
         max_num_seqs=64,
-        patience=patience,
         started_at=0.0,
     )
 
@@ -72,15 +69,13 @@ def query(ids: Sequence[int], *, model: str = MODEL, exclude: Sequence[str] = ()
     return Query(model=model, names=block_names(pack_ids(ids), ROOT), num_tokens=len(ids), exclude=frozenset(exclude))
 
 
-def own_fleet(
-    count: int, routing: RoutingSettings | None = None, *, capacity: int = 10_000, patience: float = 0.0
-) -> Router:
+def own_fleet(count: int, routing: RoutingSettings | None = None, *, capacity: int = 10_000) -> Router:
     """Healthy own workers r0, r1, … with an open event stream."""
     router = Router(routing)
     for number in range(count):
         name = f"r{number}"
         router.add(name, spec(), 0.0)
-        assert router.apply(name, hello(capacity=capacity, patience=patience), 0.0) is Sync.OK
+        assert router.apply(name, hello(capacity=capacity), 0.0) is Sync.OK
         router.set_health(name, True, 0.0)
     return router
 

@@ -232,7 +232,7 @@ def test_nothing_is_left_of_what_yielded() -> None:
 
     router.finish(placed.reservation, 1.0, Outcome.CANCELLED, None)
 
-    assert placed.reservation.replica.behind(0, 1.0, RATE, yields=False) is None
+    assert placed.reservation.replica.behind(0, 1.0, RATE, (), 0, yields=False) is None
 
 
 def test_those_who_had_their_share_leave_some_sequences_and_kv_to_those_who_had_not() -> None:

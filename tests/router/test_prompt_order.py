@@ -56,6 +56,17 @@ def test_what_was_computed_or_is_gone_is_behind_nobody() -> None:
     assert len(order) == 0
 
 
+def test_the_last_one_that_concerns_somebody_is_found_as_long_as_something_of_it_is_left() -> None:
+    order = PromptOrder()
+    for rank, owner in enumerate(("a1", "b", "a2", "c")):
+        order.add(owner, firm(rank), 100, 0.0, RATE)
+
+    assert order.last_of(lambda owner: owner.startswith("a")) == firm(2)
+    assert order.last_of(lambda owner: owner == "d") is None
+    order.discard("a2", 0.0, RATE)
+    assert order.last_of(lambda owner: owner.startswith("a")) == firm(0)
+
+
 @given(
     prompts=st.lists(st.tuples(st.booleans(), st.floats(0, 9), st.integers(0, 5000), st.floats(0, 1)), max_size=8),
     asked=st.tuples(st.booleans(), st.floats(0, 9)),

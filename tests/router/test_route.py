@@ -2,6 +2,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -128,7 +129,7 @@ def test_cost_is_wait_plus_w_times_own_work() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_but_what_it_delays_counts() -> None:
-    router = own_fleet(2, patience=1.0)
+    router = own_fleet(2)
     for number, asked in enumerate((query(tokens(1, 16_000)), query(tokens(2, 16_000)))):
         send(router, asked, request_id=f"long{number}")
     send(router, query(tokens(3, 8_000)), 0.5, request_id="middle")
@@ -142,7 +143,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_but_what_it_delays_counts()
 
 
 def test_a_long_prompt_waits_for_those_that_came_before_it() -> None:
-    router = own_fleet(1, patience=1.0)
+    router = own_fleet(1)
     send(router, query(tokens(1, 4_000)), request_id="first")
 
     (found,) = decide(router, query(tokens(2, 4_000)), 0.1).candidates
@@ -151,7 +152,11 @@ def test_a_long_prompt_waits_for_those_that_came_before_it() -> None:
     assert found.delayed == 0
 
 
-@pytest.mark.parametrize("fleet", [own_fleet, foreign_fleet])
+def own_fleet_in_order_of_arrival(count: int) -> Router:
+    return own_fleet(count, RoutingSettings(patience=0.0))
+
+
+@pytest.mark.parametrize("fleet", [own_fleet_in_order_of_arrival, foreign_fleet])
 def test_a_replica_that_computes_in_order_of_arrival_is_waited_for(fleet: Callable[[int], Router]) -> None:
     router = fleet(1)
     send(router, query(tokens(1, 16_000)), request_id="long")
@@ -162,15 +167,31 @@ def test_a_replica_that_computes_in_order_of_arrival_is_waited_for(fleet: Callab
     assert found.delayed == 0
 
 
-@pytest.mark.parametrize("patience", [-1.0, float("nan"), float("inf")])
-def test_a_patience_that_cannot_be_is_none(patience: float) -> None:
-    router = own_fleet(1, patience=patience)
+def test_a_prompt_waits_for_those_that_compute_what_it_shall_find_cached() -> None:
+    """It is short only once they are done, and none of what is computed before it may be left out of its wait."""
+    router = own_fleet(1)
+    system = tokens(1, 8_000)
+    send(router, query([*system, *tokens(2, 8_000)]), request_id="first")
+    send(router, query(tokens(3, 64_000)), request_id="other")
+
+    (after,) = decide(router, query([*system, 1]), 0.1).candidates
+    (beside,) = decide(router, query(tokens(4, 10)), 0.1).candidates
+
+    assert after.wait_s == pytest.approx(1.9)
+    assert after.delayed == 1
+    assert beside.wait_s == 0.0
+
+
+def test_a_foreign_replica_that_takes_priorities_lets_short_prompts_pass_long_ones() -> None:
+    router = Router()
+    router.add("r0", msgspec.structs.replace(spec("openai"), priority=True), 0.0)
+    router.set_health("r0", True, 0.0)
     send(router, query(tokens(1, 16_000)), request_id="long")
 
     (found,) = decide(router, query(tokens(2, 800)), 1.0).candidates
 
-    assert found.wait_s == pytest.approx(1.0)
-    assert found.delayed == 0
+    assert found.wait_s == 0.0
+    assert found.delayed == 1
 
 
 def test_w_looks_only_at_replicas_that_may_be_used() -> None:

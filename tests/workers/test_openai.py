@@ -409,6 +409,8 @@ def test_with_the_ids_at_hand_the_prompt_is_not_looked_at() -> None:
         {"request_id": "x" * 129},
         {"salt": "x" * 257},
         {"priority": 1 << 40},
+        {"patience": -0.1},
+        {"patience": 101},
         {"seed": 1 << 64},
     ],
 )

@@ -23,14 +23,15 @@ class Bench:
     def __init__(
         self, *, num_blocks: int = 64, max_num_seqs: int = 8, token_budget: int = 100, patience: float = 0.0
     ) -> None:
-        """A prompt lets shorter ones pass for `patience` seconds a token."""
+        """Computes a token in a second."""
         self.pool = BlockPool(num_blocks, SIZE, lambda salt: root_name(model="m", salt=salt))
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
-            patience_s=lambda num_tokens: patience * num_tokens,
+            prefill_s=float,
         )
+        self.patience = patience
         self.seqs: list[Seq] = []
         self._next_id = 1_000_000
 
@@ -43,6 +44,7 @@ class Bench:
             sampling=Sampling(max_tokens=100),
             order=(priority, len(self.seqs)),
             arrived_at=at,
+            patience=self.patience,
         )
         self.seqs.append(seq)
         self.scheduler.add(seq)

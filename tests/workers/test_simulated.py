@@ -258,13 +258,19 @@ def test_the_end_waits_for_min_tokens() -> None:
 
 @pytest.mark.parametrize(("patience", "first"), [(0.0, "long"), (1.0, "short")])
 def test_a_short_prompt_has_its_first_token_before_a_long_one_that_has_begun(patience: float, first: str) -> None:
-    engine = engine_over(SimulatedRunner(simulated_info(patience=patience)))
+    engine = engine_over(SimulatedRunner(simulated_info()))
     engine.warm_up()
     rids = {1: "long", 2: "short"}
-    engine.submit(Submit(rid=1, request_id="", prompt=pack_ids([1] * 20_000), sampling=Sampling(max_tokens=1)))
+    long, short = (
+        Submit(
+            rid=rid, request_id="", prompt=pack_ids([rid] * count), patience=patience, sampling=Sampling(max_tokens=1)
+        )
+        for rid, count in ((1, 20_000), (2, 200))
+    )
+    engine.submit(long)
     engine.step()
 
-    engine.submit(Submit(rid=2, request_id="", prompt=pack_ids([2] * 200), sampling=Sampling(max_tokens=1)))
+    engine.submit(short)
 
     told = []
     while engine.has_work():

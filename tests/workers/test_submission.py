@@ -1,8 +1,14 @@
+import itertools
+import json
+from typing import Any
+
 import pytest
 
 from workers.api_error import ApiError
+from workers.openai import parse_chat
+from workers.protocol import Submit
 from workers.simulated import simulated_info
-from workers.submission import check_vocabulary
+from workers.submission import check_vocabulary, submissions
 
 INFO = simulated_info()
 
@@ -19,3 +25,25 @@ def test_an_id_outside_the_vocabulary_is_named() -> None:
     assert caught.value.status == 400
     assert caught.value.param == "tokens"
     assert str(INFO.vocab_size) in caught.value.message
+
+
+def submitted(fields: dict[str, Any], **info: Any) -> Submit:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    request = parse_chat(json.dumps(body).encode())
+    (found,) = submissions(
+        request, [b"\0\0\0\0"], simulated_info(**info), request_id="r", seed=1, rids=itertools.count()
+    )
+    return found
+
+
+def test_a_gateway_says_in_which_order_to_compute_and_its_clients_do_not() -> None:
+    found = submitted({"priority": -9, "warmpath": {"priority": 2, "patience": 0.5}}, takes_priority=True, patience=3.0)
+
+    assert (found.priority, found.patience) == (2, 0.5)
+
+
+@pytest.mark.parametrize(("takes_priority", "priority"), [(True, -9), (False, 0)])
+def test_without_a_gateway_the_field_priority_counts_where_it_is_to(takes_priority: bool, priority: int) -> None:
+    found = submitted({"priority": -9}, takes_priority=takes_priority, patience=3.0)
+
+    assert (found.priority, found.patience) == (priority, 3.0)
