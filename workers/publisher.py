@@ -1,4 +1,5 @@
-"""Carries the engine's reports to whoever listens: batches at once, load frames as their throttle allows.
+"""Carries the engine's reports to whoever listens: changes and the load frame after them together, at most 20 times a second.
+Each time wakes every listener, which is most of what events cost a gateway.
 
 It owns the listeners' queues and one timer, and decides nothing about content (`workers.events`) or HTTP
 (`workers.server`). Frames are encoded once, however many listen.
@@ -10,19 +11,22 @@ One that does not read is cut; it comes back and catches up from the ring or by 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final
 
 from router.wire import Hello, encode_frame
-from workers.events import LOAD_MAX_INTERVAL_S, EventLog, LoadThrottle, snapshot_batches
+from workers.events import LOAD_MAX_INTERVAL_S, LOAD_MIN_INTERVAL_S, EventLog, LoadThrottle, snapshot_batches
 from workers.protocol import StepReport
 
 __all__ = ["Listener", "Publisher"]
 
 MAX_BACKLOG_BYTES: Final = 4 << 20
 """What one listener may leave unread, on top of what its socket holds: minutes of a busy replica."""
+_MAX_UNSENT_BYTES: Final = 64 << 10
+"""So much is sent at once: listeners take it in by turns, and a large turn holds others up."""
 
 
 class Listener:
@@ -71,6 +75,10 @@ class Publisher:
         self._log = EventLog()
         self._throttle = LoadThrottle(first)
         self._listeners: set[Listener] = set()
+        self._unsent: list[bytes] = []  # batches, for those who listen already
+        self._unsent_bytes = 0
+        self._batches_at = -math.inf
+        """When some were last sent."""
         self._timer: asyncio.TimerHandle | None = None
         self.closed = False
         self.on_leave: Callable[[], None] | None = None
@@ -81,9 +89,10 @@ class Publisher:
         if self.closed:
             return
         for batch in self._log.append(report, time.time()):
-            self._broadcast(batch)
+            self._unsent.append(batch)
+            self._unsent_bytes += len(batch)
         self._throttle.note(report)
-        self._send_load_when_due()
+        self._send_when_due()
 
     def listen(self, epoch: str, after: int) -> Listener | None:
         """A listener that first gets the greeting and all after `after`; None when that is no longer to be had.
@@ -94,6 +103,7 @@ class Publisher:
         replay = self._log.replay(after if epoch in ("", hello.epoch) else 0)
         if replay is None or self.closed:
             return None
+        self._send_batches()  # or they would come to this one a second time
         load = self._throttle.peek(seq=self._log.seq, ts=time.time())
         listener = Listener([encode_frame(hello), *replay, encode_frame(load)])
         self._listeners.add(listener)
@@ -130,13 +140,27 @@ class Publisher:
         behind = [listener for listener in self._listeners if not listener.push(frame)]
         self._listeners.difference_update(behind)
 
-    def _send_load_when_due(self) -> None:
+    def _send_batches(self) -> None:
+        for batch in self._unsent:
+            self._broadcast(batch)
+        self._unsent.clear()
+        self._unsent_bytes = 0
+
+    def _send_when_due(self) -> None:
         """Send now, or set the timer for when it is due. A silent engine sends no load: that is how its death shows."""
         if self._timer is not None:
             self._timer.cancel()
         now = time.monotonic()
-        if now >= self._throttle.due_at() and self._is_healthy():
-            self._broadcast(encode_frame(self._throttle.take(seq=self._log.seq, now=now, ts=time.time())))
-        wait_s = self._throttle.due_at() - now
+        loads_due = now >= self._throttle.due_at() and self._is_healthy()
+        if loads_due or now >= self._batches_due_at() or self._unsent_bytes > _MAX_UNSENT_BYTES:
+            if self._unsent:
+                self._batches_at = now
+                self._send_batches()
+            if loads_due:
+                self._broadcast(encode_frame(self._throttle.take(seq=self._log.seq, now=now, ts=time.time())))
+        wait_s = min(self._throttle.due_at(), self._batches_due_at()) - now
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(wait_s if wait_s > 0 else LOAD_MAX_INTERVAL_S, self._send_load_when_due)
+        self._timer = loop.call_later(wait_s if wait_s > 0 else LOAD_MAX_INTERVAL_S, self._send_when_due)
+
+    def _batches_due_at(self) -> float:
+        return self._batches_at + LOAD_MIN_INTERVAL_S if self._unsent else math.inf

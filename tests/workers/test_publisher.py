@@ -81,6 +81,37 @@ async def test_a_change_reaches_every_listener_at_once() -> None:
         assert isinstance(frames[0], Batch)
 
 
+async def test_changes_that_follow_each_other_closely_wake_a_listener_once() -> None:
+    source = publisher()
+    listener = listening(source)
+    await read(listener)
+    source.report(stored(5))
+    await read(listener)
+
+    for name in (6, 7, 8):
+        source.report(stored(name))
+
+    frames = await read(listener)
+    assert [frame.seq for frame in frames if isinstance(frame, Batch)] == [2, 3, 4]
+    source.close()
+
+
+async def test_who_comes_between_two_sendings_gets_each_change_once() -> None:
+    source = publisher()
+    early = listening(source)
+    for name in (5, 6, 7):
+        source.report(stored(name))
+    late = listening(source)
+    source.report(stored(8))
+
+    for listener in (early, late):
+        seqs: list[int] = []
+        while 4 not in seqs:
+            seqs += [frame.seq for frame in await read(listener) if isinstance(frame, Batch)]
+        assert seqs == [1, 2, 3, 4]
+    source.close()
+
+
 async def test_a_change_that_came_too_soon_is_sent_by_the_timer() -> None:
     source = publisher()
     listener = listening(source)
