@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from gateway.dispatch import Record
+from gateway.job import Record
 
 __all__ = ["AccessLog", "LineWriter", "open_access_log"]
 

@@ -2,9 +2,9 @@
 
 The commit point is the first body byte: the status line is held until then, so a replica that refuses, hangs or dies early
 costs the client nothing but time: the request goes to another replica, once, as long as not too many others do
-(`gateway.retries`). A stream that waits long for its first token is committed early and kept alive with comments (`_Patience`);
-it may still go elsewhere, but its errors are events. After the first token a failure is one error event without ``[DONE]``.
-Every reservation is released exactly once, whatever happens (`_Held`).
+(`gateway.retries`). A stream that waits long for its first token is committed early and kept alive with comments
+(`gateway.early_commit`); it may still go elsewhere, but its errors are events. After the first token a failure is one error
+event without ``[DONE]``. Every reservation is released exactly once, whatever happens (`gateway.held`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import msgspec
 
 from gateway.admission import Admission, NotAdmitted
 from gateway.api_error import ApiError
+from gateway.early_commit import STREAM_HEADERS, EarlyCommit
 from gateway.failures import (
     all_busy,
     bad_upstream,
@@ -28,20 +28,18 @@ from gateway.failures import (
     overloaded,
     passed_on,
     quarantined,
-    upstream_error,
 )
 from gateway.forwarding import Forwarding
+from gateway.held import Held, TryElsewhere
 from gateway.homes import Home, Homes
-from gateway.openai import GenerationRequest, Usage, parse_response, parse_usage
-from gateway.prepare import PreparedPrompt
+from gateway.job import Job, Record
+from gateway.openai import Usage, parse_response, parse_usage
 from gateway.response_events import ResponseRelay
-from gateway.retries import Fingerprint, Quarantine, RetryBudget, fingerprint
+from gateway.retries import Quarantine, RetryBudget
 from gateway.server.exchange import Header
 from gateway.server.reply import Reply
 from gateway.sse import EventRelay, SseRelay
-from gateway.tracing import UNTRACED, Attempt, Trace
 from gateway.upstream.contract import (
-    ConnectRefused,
     LocalExhaustion,
     Origin,
     Timeouts,
@@ -51,10 +49,10 @@ from gateway.upstream.contract import (
     UpstreamRequest,
     UpstreamResponse,
 )
-from router import Asked, Decision, Outcome, Placed, Priority, Reservation, Router, Unroutable
+from router import Asked, Decision, Outcome, Placed, Router, Unroutable
 from router.wire import PromptField, ReplicaSpec
 
-__all__ = ["Dispatcher", "Job", "Record"]
+__all__ = ["Dispatcher"]
 
 _MAX_TRIES: Final = 2
 _MAX_SENDS: Final = 4
@@ -65,189 +63,6 @@ _MAX_ERROR_BYTES: Final = 64 << 10
 _MAX_BUSY_S: Final = 60.0
 _END_S: Final = 0.5
 _MAX_END_BYTES: Final = 4 << 10
-
-_STREAM_HEADERS: Final[tuple[Header, ...]] = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
-
-
-class Job(msgspec.Struct, frozen=True):
-    """A request that may run: authenticated, within its limits, with its prompt known."""
-
-    request: GenerationRequest
-    prompt: PreparedPrompt
-    salt: str
-    seed: int
-    """The client's, or one drawn here, so that a second try gives the same text."""
-    request_id: str
-    debug: bool
-    """Whether the client may see how it was routed."""
-    owner: str
-    """The tenant: who waits for its turn with others, and whose responses are found again by their id."""
-    weight: float = 1.0
-    """Of the tenant, against others."""
-    priority: Priority = Priority.DEFAULT
-    home: str | None = None
-    """The replica that keeps what this request is about. No other one could answer."""
-    staged: bool = False
-    """Whether it lets others catch up between its stages (`gateway.stages`)."""
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return fingerprint(self.salt, self.request.body or self.request.path.encode())
-
-
-class Record(msgspec.Struct):
-    """What happened to a request: filled in as it happens, read once at its end by log, metrics and the decision ring."""
-
-    request_id: str
-    endpoint: str
-    started_at: float
-    """Monotonic, seconds, as all times here."""
-    trace: Trace = msgspec.field(default_factory=lambda: UNTRACED)  # as a default msgspec takes immutable structs only
-    method: str = "POST"
-    model: str = ""
-    stream: bool = False
-    key_id: str = ""
-    tenant: str = ""
-    client_retries: int = 0
-    """How often the client's SDK says that it tried before."""
-    decision: Decision | None = None
-    queued_s: float = 0.0
-    """What it waited before replicas that were all saturated."""
-    tries: int = 0
-    status: int = 0
-    error_code: str = ""
-    first_byte_s: float | None = None
-    """Of a generated answer; None of any other."""
-    duration_s: float = 0.0
-    usage: Usage | None = None
-    output_events: int = 0
-    """Events of a stream that carried output: about as many tokens."""
-    is_answered: bool = False
-    """Whether a replica gave a whole answer, or all of a stream."""
-    limit: str = ""
-    """The measure of the limit that refused it; '' when none did."""
-
-    @property
-    def ended_at(self) -> float:
-        """Of one that has ended."""
-        return self.started_at + self.duration_s
-
-
-class _TryElsewhere(Exception):
-    """This replica did not answer; `error` is what the client gets if no other one does."""
-
-    def __init__(
-        self, error: ApiError, *, was_sent: bool = True, was_lost: bool = False, was_busy: bool = False
-    ) -> None:
-        """`was_sent`: it may have had work with the request. `was_lost`: its connection broke while it had the request.
-        `was_busy`: it is well, and takes requests again later.
-        """
-        self.error = error
-        self.was_sent = was_sent
-        self.was_lost = was_lost
-        self.was_busy = was_busy
-
-
-class _Held:
-    """A reservation for as long as a try runs. Leaving without an outcome means that the client left."""
-
-    __slots__ = (
-        "_clock",
-        "_on_change",
-        "_reservation",
-        "_router",
-        "attempt",
-        "begun_at",
-        "outcome",
-        "replica_id",
-        "usage",
-    )
-
-    def __init__(
-        self,
-        router: Router,
-        reservation: Reservation,
-        clock: Callable[[], float],
-        on_change: Callable[[], None],
-    ) -> None:
-        """`on_change`: called when the replica has less to do."""
-        self._router = router
-        self._reservation = reservation
-        self._clock = clock
-        self._on_change = on_change
-        self.replica_id = reservation.replica_id
-        self.begun_at = reservation.begun_at
-        self.attempt: Attempt | None = None
-        """None unless the request's trace is recorded."""
-        self.outcome = Outcome.CANCELLED
-        self.usage: Usage | None = None
-
-    def answered(self) -> None:
-        now = self._clock()
-        self._router.answered(self._reservation, now)
-        self._on_change()
-        if self.attempt is not None:
-            self.attempt.first_byte_at = now
-
-    def failed(self, error: Exception) -> _TryElsewhere:
-        """The replica's fault, before its answer began."""
-        self.outcome = Outcome.FAILED
-        told = upstream_error(error)
-        if self.attempt is not None:
-            self.attempt.error_code = told.code
-        return _TryElsewhere(
-            told,
-            was_sent=not isinstance(error, ConnectRefused),
-            was_lost=isinstance(error, UpstreamClosed),
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        usage = self.usage
-        cached, prompt = (usage.cached_tokens, usage.prompt_tokens) if usage is not None else (None, None)
-        now = self._clock()
-        self._router.finish(self._reservation, now, self.outcome, cached, prompt)
-        self._on_change()
-        if self.attempt is not None:
-            self.attempt.ended(now, self.outcome, usage)
-
-
-class _Patience:
-    """For as long as a stream waits for its first token: after a while its status line goes out, then a comment now and then.
-
-    Proxies and clients give up on a connection that is silent for a minute or so, and a long prompt in a long queue takes more.
-    """
-
-    def __init__(self, reply: Reply, commit_after_s: float, ping_s: float) -> None:
-        self._reply = reply
-        self._ping_s = ping_s
-        self._loop = asyncio.get_running_loop()
-        self._pinging: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_later(commit_after_s, self._begin)  # most streams begin sooner: no task for those
-
-    def end(self) -> None:
-        self._timer.cancel()
-        if self._pinging is not None:
-            self._pinging.cancel()
-
-    def _begin(self) -> None:
-        self._pinging = self._loop.create_task(self._ping())
-
-    async def _ping(self) -> None:
-        """Whoever answers meets a fault of the client's connection at its own next write, and tells of it."""
-        with contextlib.suppress(Exception):
-            await self._reply.start(200, _STREAM_HEADERS)
-            while True:
-                await self._reply.chunk(b": ping\n\n")
-                await asyncio.sleep(self._ping_s)
 
 
 class Dispatcher:
@@ -301,15 +116,15 @@ class Dispatcher:
         if self._quarantine and self._quarantine.holds(job.fingerprint, self._clock()):
             raise quarantined(422)
         self._budget.active += 1
-        patience = _Patience(reply, self._commit_after_s, self._ping_s) if job.request.stream else None
+        early = EarlyCommit(reply, self._commit_after_s, self._ping_s) if job.request.stream else None
         try:
-            await self._try_in_turn(job, reply, record, patience)
+            await self._try_in_turn(job, reply, record, early)
         finally:
             self._budget.active -= 1
-            if patience is not None:
-                patience.end()
+            if early is not None:
+                early.end()
 
-    async def _try_in_turn(self, job: Job, reply: Reply, record: Record, patience: _Patience | None) -> None:
+    async def _try_in_turn(self, job: Job, reply: Reply, record: Record, early: EarlyCommit | None) -> None:
         """A replica that refuses connections is passed over, and one that was lost works on nothing any more: trying the next
         one multiplies nobody's load. Where one failed or is silent it does, and that has a budget.
         """
@@ -324,15 +139,15 @@ class Dispatcher:
             try:
                 asked = self._asked(job, tried)
                 placed = self._place(asked) or await self._wait(asked, record)
-                with _Held(self._router, placed.reservation, self._clock, self._admission.heard) as held:
+                with Held(self._router, placed.reservation, self._clock, self._admission.heard) as held:
                     record.decision = placed.decision
                     record.tries += 1
-                    await self._try(job, placed, held, reply, record, patience)
+                    await self._try(job, placed, held, reply, record, early)
             except NotAdmitted as refusal:
                 if not tried:
                     error = not_admitted(refusal.why, job.request.model)
                 break
-            except _TryElsewhere as failure:
+            except TryElsewhere as failure:
                 error = failure.error
                 self._on_failed_try(job.request.model, error.code)
                 reached += failure.was_sent
@@ -387,7 +202,7 @@ class Dispatcher:
         return tried | {replica.id for replica in self._router.replicas() if replica.id != job.home}
 
     async def _try(
-        self, job: Job, placed: Placed, held: _Held, reply: Reply, record: Record, patience: _Patience | None
+        self, job: Job, placed: Placed, held: Held, reply: Reply, record: Record, early: EarlyCommit | None
     ) -> None:
         spec = self._router.spec(held.replica_id)
         held.attempt = record.trace.begin_attempt(placed.decision, spec.kind, spec.url, held.begun_at)
@@ -403,8 +218,8 @@ class Dispatcher:
         try:
             if response.status != 200:
                 await self._pass_refusal(response, job, held, reply)
-            elif patience is not None:
-                await self._relay_stream(response, job, held, reply, record, patience)
+            elif early is not None:
+                await self._relay_stream(response, job, held, reply, record, early)
             else:
                 await self._relay_whole(response, job, held, reply, record)
         finally:
@@ -440,7 +255,7 @@ class Dispatcher:
             ready="body" if request.stream else "whole",
         )
 
-    async def _pass_refusal(self, response: UpstreamResponse, job: Job, held: _Held, reply: Reply) -> None:
+    async def _pass_refusal(self, response: UpstreamResponse, job: Job, held: Held, reply: Reply) -> None:
         """A status other than 200: the client's mistake passes through, a busy or broken replica is left for another."""
         status = response.status
         headers = dict(response.headers)
@@ -452,7 +267,7 @@ class Dispatcher:
             error = all_busy(wait_s)
             if held.attempt is not None:
                 held.attempt.error_code = error.code
-            raise _TryElsewhere(error, was_busy=True)
+            raise TryElsewhere(error, was_busy=True)
         if status in (401, 403) or (status >= 500 and status != 501) or status < 400:
             raise held.failed(bad_upstream(f"A replica answered with status {status}."))
         try:
@@ -463,7 +278,7 @@ class Dispatcher:
         await reply.json(status, body)
 
     async def _relay_whole(
-        self, response: UpstreamResponse, job: Job, held: _Held, reply: Reply, record: Record
+        self, response: UpstreamResponse, job: Job, held: Held, reply: Reply, record: Record
     ) -> None:
         try:
             body = await response.read(_MAX_ANSWER_BYTES)
@@ -499,7 +314,7 @@ class Dispatcher:
                 self._homes.made(job.owner, name, home)
 
     async def _relay_stream(
-        self, response: UpstreamResponse, job: Job, held: _Held, reply: Reply, record: Record, patience: _Patience
+        self, response: UpstreamResponse, job: Job, held: Held, reply: Reply, record: Record, early: EarlyCommit
     ) -> None:
         relay = ResponseRelay() if job.request.is_response else SseRelay(strip_usage=not job.request.include_usage)
         try:
@@ -511,14 +326,14 @@ class Dispatcher:
         held.answered()
         if held.attempt is not None:
             held.attempt.read_event(data)
-        patience.end()
+        early.end()
         if isinstance(relay, ResponseRelay) and not job.request.subpath:
             self._remember(relay.response_id, job, record)
         forwarding = Forwarding(relay, reply, job.request.model, self._clock, self._on_gap)
         record.first_byte_s = forwarding.last_at - record.started_at
         try:
             if reply.status is None:
-                await reply.start(200, [*_STREAM_HEADERS, *_answer_headers(job, record, record.first_byte_s)])
+                await reply.start(200, [*STREAM_HEADERS, *_answer_headers(job, record, record.first_byte_s)])
             await reply.chunk(data)
             await forwarding.run(response)
         except UpstreamError as error:
@@ -545,7 +360,7 @@ class Dispatcher:
     def _crashed(self, job: Job, replica_id: str, begun_at: float) -> bool:
         return self._quarantine.crashed(job.fingerprint, replica_id, begun_at, self._clock())
 
-    def _settle(self, usage: Usage | None, job: Job, held: _Held, record: Record) -> None:
+    def _settle(self, usage: Usage | None, job: Job, held: Held, record: Record) -> None:
         held.outcome = Outcome.OK
         record.usage = held.usage = usage
         record.is_answered = True

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from gateway.dispatch import Record
+from gateway.job import Record
 
 __all__ = ["Endings"]
 

@@ -22,10 +22,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.aliases import Aliases
 from gateway.api_error import ApiError
 from gateway.authentication import Authenticator
-from gateway.dispatch import Dispatcher, Job, Record
+from gateway.dispatch import Dispatcher
 from gateway.failures import shutting_down, unroutable, unsupported
 from gateway.homes import Home, Homes
 from gateway.hot_head import Client, HotHead, hot_head
+from gateway.job import Job, Record
 from gateway.keys import KeyRecord, KeyScope
 from gateway.limits import (
     LOCAL_HEADER,

@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 
 from gateway.api_error import ApiError
-from gateway.dispatch import Record
+from gateway.job import Record
 from gateway.limits import Reservation, Rules
 
 __all__ = ["Spending"]

@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.dispatch import Record
+from gateway.job import Record
 from gateway.replica_metrics import replica_lines
 from router import ReplicaView
 

@@ -30,7 +30,7 @@ from router import Decision, Outcome
 from router.trace_context import TraceContext, parse_traceparent
 
 if TYPE_CHECKING:
-    from gateway.dispatch import Record
+    from gateway.job import Record
 
 __all__ = ["TRACE_HEADERS", "UNTRACED", "Attempt", "SpanExport", "Trace", "Tracer", "Value"]
 

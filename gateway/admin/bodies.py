@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from gateway.admin.registry import Drain, Lease
-from gateway.dispatch import Record
+from gateway.job import Record
 from gateway.keys import KeyKind, KeyRecord, KeyScope, Label, ModelPattern
 from gateway.limits import Quota
 from router import Candidate, Decision, Pool, ReplicaView

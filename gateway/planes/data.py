@@ -18,10 +18,11 @@ from gateway.admin.bodies import DecisionBody, decision_body
 from gateway.admin.live import RateMeter
 from gateway.admission import Admission
 from gateway.authentication import Authenticator
-from gateway.dispatch import Dispatcher, Record
+from gateway.dispatch import Dispatcher
 from gateway.endings import Endings
 from gateway.homes import Homes
 from gateway.hotpath import Access, HotPath
+from gateway.job import Record
 from gateway.keys import RingSource
 from gateway.limits import LedgerLink, Limiter
 from gateway.memory import advise_huge_pages

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.access_log import AccessLog, LineWriter, _pieces, open_access_log
-from gateway.dispatch import Record
+from gateway.job import Record
 from gateway.log_format import JsonFormatter
 from tests.gateway.stub import DONE, MODEL, USAGE, event, gateway, hangs, says, streams, stub
 from tests.gateway.test_telemetry import decision, record, usage

@@ -28,7 +28,7 @@ from gateway.admin.routes import ENDPOINTS, admin_app
 from gateway.aliases import Aliases
 from gateway.api_document import Needs
 from gateway.api_error import ApiError
-from gateway.dispatch import Record
+from gateway.job import Record
 from gateway.keys import GivenKey, KeyKind, KeyRecord, KeyStoreError
 from gateway.keys.file_storage import FileStorage
 from gateway.keys.opening import open_key_store

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gateway.dispatch import Record
 from gateway.endings import Endings
+from gateway.job import Record
 from tests.gateway.stub import gateway, says, stub
 from tests.gateway.test_access_log import lines
 from tests.gateway.test_telemetry import record

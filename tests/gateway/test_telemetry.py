@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.dispatch import Record
+from gateway.job import Record
 from gateway.openai import Usage, parse_usage
 from gateway.telemetry import GapHistogram, Telemetry, render
 from router import BlockName, Decision, Outcome, Query, Router
