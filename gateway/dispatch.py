@@ -242,7 +242,7 @@ class Dispatcher:
                 patience=self._router.patience,
             )
             extra["warmpath"] = msgspec.Raw(field.encode(job.prompt.ids or b""))
-        elif spec.priority and request.generates:
+        elif spec.priority and request.computes:
             extra["priority"] = placed.engine_rank(job.priority, self._unix_time(placed.reservation.begun_at))
         return UpstreamRequest(
             method=request.method,

@@ -160,6 +160,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.endpoint in _STREAMING and not self.subpath
 
     @property
+    def computes(self) -> bool:
+        """Whether a replica computes a prompt for it."""
+        return (self.generates or self.endpoint == "/v1/embeddings") and not self.subpath
+
+    @property
     def path(self) -> str:
         return self.endpoint + self.subpath
 

@@ -101,6 +101,8 @@ class CompletionRequest(Sampling, kw_only=True):
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
     input: Any
     """A text, token ids, or a list of either."""
+    priority: Any = None
+    """As above."""
 
 
 class ResponseRequest(msgspec.Struct, kw_only=True):

@@ -184,6 +184,12 @@ class ReplicaSettings(_Group):
     """Whether it computes prompts in the order of the body's field priority, the least first: vLLM with --scheduling-policy
     priority. Then it is told to take short prompts first, and which tenants and priorities go before others."""
 
+    @model_validator(mode="after")
+    def _is_told_once(self) -> ReplicaSettings:
+        if self.priority and self.kind == "warmpath":
+            raise ValueError("priority is for replicas of kind openai; own workers are told more than that")
+        return self
+
     @property
     def replica_id(self) -> str:
         return self.id if self.id is not None else replica_id_of(self.url)

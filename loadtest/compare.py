@@ -29,6 +29,7 @@ from loadtest.system import MODEL, FleetShape, Order, System, running_system
 from loadtest.workloads import Workload, ideal_cached_tokens
 
 __all__ = [
+    "ORDERS",
     "Machine",
     "Report",
     "ReportUnreadable",
@@ -42,7 +43,7 @@ __all__ = [
 
 _TIMEOUT_S: Final = 120.0
 _LEAD_S: Final = 0.1
-_ORDERS: Final[Mapping[Order, tuple[str, str]]] = {
+ORDERS: Final[Mapping[Order, tuple[str, str]]] = {
     "asked": ("", "compute in the order they are asked for, else first come, first served"),
     "arrival": ("-fcfs", "compute first come, first served"),
     "short-first": ("-short-first", "compute short prompts first, whoever sends them"),
@@ -75,11 +76,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     def file_name(self) -> str:
         """The beginning of the names of files about it, so that those of several can share a folder."""
         load = f"-{self.load:g}x" if self.workload == "trace" else ""
-        return f"{self.workload}{load}{_ORDERS[self.order][0]}"
+        return f"{self.workload}{load}{ORDERS[self.order][0]}"
 
     @property
     def order_in_words(self) -> str:
-        return _ORDERS[self.order][1]
+        return ORDERS[self.order][1]
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

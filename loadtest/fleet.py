@@ -126,7 +126,7 @@ order_option = click.option(
     type=click.Choice(list(ORDERS)),
     default="asked",
     show_default=True,
-    help="In which replicas compute prompts: as their router asks for, as they come whatever it asks, or short ones first by "
+    help="In which replicas compute prompts: as their router asks for, as they come, or short ones first by "
     "themselves.",
 )
 

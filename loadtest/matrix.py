@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 
 from loadtest.arms import Arm, Ours, Peer
-from loadtest.compare import Report, Setup, compare, write_report
+from loadtest.compare import ORDERS, Report, Setup, compare, write_report
 from loadtest.fleet import WIDTH, order_option, show
 from loadtest.peers import BEST, PACKAGES, PINNED, known_peers
 from loadtest.plots import draw_plots, require_matplotlib
@@ -228,7 +228,7 @@ def matrix(
         for cell, workload, arms in zip(cells, workloads, plan.arms, strict=True)
     ]
     text = markdown(reports)
-    (out / f"tables-{order}.md").write_text(text)
+    (out / f"tables{ORDERS[order][0]}.md").write_text(text)
     click.echo(text, nl=False)
     if any(run.total.errors for each in reports for run in each.all):
         sys.exit(1)

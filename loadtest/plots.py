@@ -29,7 +29,7 @@ def draw_plots(report: Report, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     setup = report.setup
     paths = [folder / f"{setup.file_name}-ttft.png", folder / f"{setup.file_name}-load.png"]
-    title = f"{setup.workload} at {setup.load:g}×, {setup.replicas} replicas, {setup.order}"
+    title = f"{setup.workload} at {setup.load:g}×, {setup.replicas} replicas that {setup.order_in_words}"
     _draw_ttft(report.median, title, paths[0])
     _draw_load(report.median, title, paths[1])
     return paths

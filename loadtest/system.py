@@ -31,7 +31,7 @@ MAX_GATEWAYS: Final = NUM_PORTS // 2
 
 Order = Literal["asked", "arrival", "short-first"]
 """In which replicas compute prompts. asked: as the router asks for, and as they came where it does not, as no other one does.
-arrival: as they came, whatever is asked. short-first: short ones first by themselves, whoever sends them.
+arrival: as they came; ours knows it and asks for nothing. short-first: short ones first by themselves, whoever sends them.
 """
 ORDERS: Final[Mapping[Order, Sequence[str]]] = {
     "asked": ("--scheduling-policy", "priority"),

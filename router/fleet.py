@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -205,7 +206,9 @@ class Replica:
         self.inflight = 0
         self.unanswered_tokens = 0
         self.unadmitted_tokens = 0
-        self._order = PromptOrder() if spec.kind == "warmpath" or spec.priority else None
+        self._order = (
+            None if spec.kind != "warmpath" and not spec.priority else PromptOrder(interrupts=spec.kind == "warmpath")
+        )
         """None: it computes prompts as they come."""
         self._unadmitted = 0
         """Requests sent to it that its load frames do not count yet."""
@@ -273,25 +276,27 @@ class Replica:
         return self._own_backlog(now, rate) / rate + (self.inflight - len(self._prefilling)) * self.settings.running_s
 
     def behind(
-        self, uncached_tokens: int, now: float, rate: float, names: Sequence[int], matched_blocks: int, *, yields: bool
+        self,
+        names: Sequence[int],
+        matched_blocks: int,
+        matched_tokens: int,
+        uncached_tokens: int,
+        now: float,
+        rate: float,
+        *,
+        yields: bool,
     ) -> Behind | None:
         """What we sent there and `wait_s` counts, but would be computed after such a prompt sent now. None: nothing is sent."""
         order = self._order
         if not order:
             return None
         urgency = Urgency(yields, now + self._passed_s(uncached_tokens, rate))
-        return order.behind(self._not_before(urgency, order, names, matched_blocks), now, rate)
-
-    def _not_before(self, urgency: Urgency, order: PromptOrder, names: Sequence[int], matched_blocks: int) -> Urgency:
-        """What is expected to be cached may have to be computed first: nobody goes before whom it shall find there."""
-
-        def computes_some_of_it(other: Reservation) -> bool:
-            end = min(len(other.names), len(names), matched_blocks)
-            return end > other.matched_blocks and other.names[end - 1] == names[end - 1]
-
-        if not matched_blocks or (last := order.last_of(computes_some_of_it)) is None:
-            return urgency
-        return max(urgency, last)
+        if not matched_blocks or not order.may_pass(urgency):
+            return order.behind(urgency, now, rate)
+        needed = order.needed(partial(_needed, names, matched_blocks, matched_tokens), now, rate)
+        if needed:
+            urgency = Urgency(yields, now + self._passed_s(uncached_tokens + sum(needed.values()), rate))
+        return order.behind(urgency, now, rate, needed)
 
     def decoding_s(self, now: float) -> float:
         """The part of `wait_s` that running decodes add: a preference among replicas, no time in which nothing can begin."""
@@ -300,7 +305,7 @@ class Replica:
             return max(load.running, 0) * self._running_s(load)
         return (self.inflight - len(self._prefilling)) * self.settings.running_s
 
-    def _passed_s(self, uncached_tokens: int, rate: float) -> float:
+    def _passed_s(self, uncached_tokens: float, rate: float) -> float:
         """For how long such a prompt lets shorter ones pass."""
         return self.settings.patience * uncached_tokens / rate
 
@@ -324,7 +329,9 @@ class Replica:
         return load.kv_used_blocks * hello.block_size + promised + uncached_tokens <= usable * capacity
 
     def _own_backlog(self, now: float, rate: float) -> float:
-        """Tokens left of what we promised, where the replica does not tell: in order of arrival, the first one under way."""
+        """Tokens left of what we promised, where the replica does not tell; where it takes no order, in that of arrival."""
+        if self._order is not None:
+            return self._order.tokens_left(now, rate)
         if not self._prefilling:
             return 0.0
         first = next(iter(self._prefilling))
@@ -354,11 +361,12 @@ class Replica:
         self._unadmitted += 1
         self._prefilling[reservation] = None
         if self._order is not None:
-            begun_at, rate = reservation.begun_at, self._known_rate
-            reservation.passed_s = self._passed_s(uncached_tokens, rate)
+            order, begun_at, rate = self._order, reservation.begun_at, self._known_rate
+            match = reservation.names, reservation.matched_blocks, reservation.matched_tokens
+            needed = order.needed(partial(_needed, *match), begun_at, rate)
+            reservation.passed_s = self._passed_s(uncached_tokens + sum(needed.values()), rate)
             urgency = Urgency(reservation.yields, begun_at + reservation.passed_s)
-            urgency = self._not_before(urgency, self._order, reservation.names, reservation.matched_blocks)
-            self._order.add(reservation, urgency, uncached_tokens, begun_at, rate)
+            order.add(reservation, urgency, uncached_tokens, begun_at, rate)
 
     @property
     def oldest_stamp(self) -> float:
@@ -511,3 +519,14 @@ class Replica:
             event_snapshots=self.stream.snapshots,
             event_restarts=self.stream.restarts,
         )
+
+
+def _needed(
+    names: Sequence[int], matched_blocks: int, matched_tokens: int, other: Reservation, tokens_left: float
+) -> float:
+    """Tokens that `other` has yet to compute of what a prompt of `names` is expected to find cached."""
+    end = min(len(other.names), len(names), matched_blocks)
+    if end <= other.matched_blocks or other.names[end - 1] != names[end - 1]:
+        return 0.0
+    shared = min(matched_tokens, other.prompt_tokens) - other.matched_tokens
+    return shared - (other.uncached_tokens - tokens_left)

@@ -1,8 +1,13 @@
-"""The prompts that one own worker has still to compute, in the order in which it will, and how much of each is left.
+"""In which order a replica computes the prompts that it was sent, where it does as it is told: what goes before a prompt, and
+what comes after it?
 
-Own workers compute what is urgent first (`workers/scheduler.py`): what does not yield, and then by rank: when a prompt came,
-and the later the longer it takes. So a prompt does not wait for all that lies at its replica, and it delays some of that.
-Workers tell how much is left in sum, not of which prompt; this keeps account of what we sent, by the replica's pace.
+It computes the most urgent one next. `router.fleet` counts as a prompt's wait only what goes before it, and each prompt that
+comes after it as a reason not to send it there. Replicas tell how much is left in sum at most, not of which prompt; this
+keeps account of both, by the replica's pace.
+
+Own workers interrupt what has begun for what is more urgent (`workers.scheduler`). Other engines finish it first: vLLM gives a
+step's tokens to running requests before it looks at waiting ones. There only the answer tells that one is done, so what
+is under way is at most done, and the others are not begun, however long ago that should have been.
 
 Cost: adding, taking out and asking are O(prompts that are not computed yet), which are few: a fleet that is full lets
 prompts wait before it.
@@ -11,7 +16,7 @@ prompts wait before it.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -39,17 +44,21 @@ class Behind(NamedTuple):
 
 
 _NOBODY: Final = Behind(0.0, 0)
+_NOTHING: Final[Mapping[Any, float]] = {}
 
 
 class _Left(msgspec.Struct, eq=False):
-    owner: object
+    owner: Any
     urgency: Urgency
     tokens: float
 
 
 class PromptOrder:
-    def __init__(self) -> None:
+    def __init__(self, *, interrupts: bool = True) -> None:
+        """`interrupts`: what is under way is computed later when something more urgent comes."""
+        self._interrupts = interrupts
         self._lefts: list[_Left] = []  # the most urgent first
+        self._under_way: _Left | None = None  # where it is finished first
         self._worked_until = float("-inf")
 
     def __len__(self) -> int:
@@ -58,38 +67,54 @@ class PromptOrder:
     def add(self, owner: object, urgency: Urgency, tokens: int, now: float, rate: float) -> None:
         """`rate`: prefill tokens a second, here and below."""
         self._work(now, rate)
-        insort(self._lefts, _Left(owner, urgency, float(tokens)), key=_urgency)
+        left = _Left(owner, urgency, float(tokens))
+        insort(self._lefts, left, key=_urgency)
+        if self._under_way is None and not self._interrupts:
+            self._under_way = left
 
     def discard(self, owner: object, now: float, rate: float) -> None:
         """It is computed, or gone."""
         self._work(now, rate)
         self._lefts = [left for left in self._lefts if left.owner is not owner]
+        if self._under_way is not None and self._under_way.owner is owner:
+            self._under_way = self._lefts[0] if self._lefts else None
 
-    def last_of(self, concerns: Callable[[Any], bool]) -> Urgency | None:
-        """The least urgent owner's that concerns the caller, of those with something left. None: there is none."""
-        return next((left.urgency for left in reversed(self._lefts) if concerns(left.owner)), None)
+    def tokens_left(self, now: float, rate: float) -> float:
+        """Of all of them. Changes nothing, like what follows."""
+        return sum([rest for _, rest in self._rests(now, rate)])
 
-    def behind(self, urgency: Urgency, now: float, rate: float) -> Behind:
-        """What a prompt that comes now would go before. Changes nothing."""
-        if not self._lefts or self._lefts[-1].urgency <= urgency:
+    def may_pass(self, urgency: Urgency) -> bool:
+        """Whether anything is less urgent."""
+        return bool(self._lefts) and self._lefts[-1].urgency > urgency
+
+    def needed(self, of: Callable[[Any, float], float], now: float, rate: float) -> dict[Any, float]:
+        """What `of` says of owners and their tokens left, where that is above 0."""
+        found = {left.owner: of(left.owner, rest) for left, rest in self._rests(now, rate)}
+        return {owner: tokens for owner, tokens in found.items() if tokens > 0}
+
+    def behind(self, urgency: Urgency, now: float, rate: float, needed: Mapping[Any, float] = _NOTHING) -> Behind:
+        """What a prompt that comes now would go before. `needed`: tokens of owners that are computed before it all the same."""
+        if not self.may_pass(urgency):
             return _NOBODY
-        done = rate * max(now - self._worked_until, 0.0)
         tokens, delayed = 0.0, 0
-        for left in self._lefts:
-            rest = max(left.tokens - done, 0.0)
-            done = max(done - left.tokens, 0.0)
-            if rest and left.urgency > urgency:
-                tokens += rest
+        for left, rest in self._rests(now, rate):
+            if rest and left.urgency > urgency and left is not self._under_way:
+                tokens += max(rest - needed.get(left.owner, 0.0), 0.0) if needed else rest
                 delayed += left.urgency.yields == urgency.yields
         return Behind(tokens, delayed)
 
-    def _work(self, now: float, rate: float) -> None:
-        """The replica has computed since the last time, the most urgent first."""
+    def _rests(self, now: float, rate: float) -> Iterator[tuple[_Left, float]]:
         done = rate * max(now - self._worked_until, 0.0)
+        if self._interrupts:
+            for left in self._lefts:
+                yield left, max(left.tokens - done, 0.0)
+                done = max(done - left.tokens, 0.0)
+        else:
+            for left in self._lefts:
+                yield left, max(left.tokens - done, 0.0) if left is self._under_way else left.tokens
+
+    def _work(self, now: float, rate: float) -> None:
+        """The replica has computed since the last time."""
+        for left, rest in list(self._rests(now, rate)):
+            left.tokens = rest
         self._worked_until = max(now, self._worked_until)
-        for left in self._lefts:
-            if done <= 0.0:
-                return
-            part = min(left.tokens, done)
-            left.tokens -= part
-            done -= part

@@ -558,13 +558,12 @@ class Router:
                 matched = min(members.tokens_of(depth), most_matched)
             wait = replica.wait_s(now, rate)
             delayed = 0
-            if (
-                replica.unanswered_tokens
-                and (behind := replica.behind(num_tokens - matched, now, rate, query.names, depth, yields=query.yields))
-                is not None
-            ):
-                wait = max(wait - behind.tokens / rate, replica.decoding_s(now))
-                delayed = behind.delayed
+            if replica.unanswered_tokens:
+                match = query.names, depth, matched
+                behind = replica.behind(*match, num_tokens - matched, now, rate, yields=query.yields)
+                if behind is not None:
+                    wait = max(wait - behind.tokens / rate, replica.decoding_s(now))
+                    delayed = behind.delayed
             why_not = "excluded" if exclude and replica.id in exclude else replica.why_not(now)
             if not why_not and wait < least_wait:
                 least_wait = wait

@@ -61,7 +61,8 @@ class Body(msgspec.Struct, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)] | None = None
+    priority: Any = None
+    """Looked at where no gateway says more."""
     warmpath: PromptField | None = None
     # What follows is only looked at to refuse it.
     prompt_logprobs: Any = None

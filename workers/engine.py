@@ -133,6 +133,7 @@ class Engine:
             order=(submit.priority, self._num_submitted),
             arrived_at=self.clock(),
             patience=submit.patience,
+            interrupts=submit.interrupts,
         )
         self._seqs[seq.rid] = seq
         if grammar is None:

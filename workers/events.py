@@ -168,10 +168,14 @@ class LoadThrottle:
         self._report = report
         self._admitted += report.admitted
 
+    @property
+    def changed(self) -> bool:
+        """Whether there is something to tell."""
+        return bool(self._admitted) or _counts(self._report) != self._sent
+
     def due_at(self) -> float:
         """When the next frame should go out, if nothing else happens before."""
-        changed = bool(self._admitted) or _counts(self._report) != self._sent
-        return self._sent_at + (LOAD_MIN_INTERVAL_S if changed else LOAD_MAX_INTERVAL_S)
+        return self._sent_at + (LOAD_MIN_INTERVAL_S if self.changed else LOAD_MAX_INTERVAL_S)
 
     def take(self, *, seq: int, now: float, ts: float) -> Load:
         """The frame that goes to every listener at `now`."""

@@ -207,7 +207,7 @@ def _checked(
         include_usage=include_usage,
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
         add_special_tokens=add_special_tokens,
-        priority=fields.priority or 0,
+        priority=_priority(fields),
         field=fields.warmpath,
         prompt=messages_or_prompt,
         body=body,
@@ -289,6 +289,14 @@ def _seed(fields: Body) -> int | None:
     if not _SEED_MIN <= seed <= _SEED_MASK:
         raise invalid_value("'seed' must fit into 64 bits.", "seed")
     return seed & _SEED_MASK
+
+
+def _priority(fields: Body) -> int:
+    if fields.warmpath is not None or fields.priority is None:
+        return 0
+    if type(fields.priority) is not int or abs(fields.priority) > MAX_INTEGER:
+        raise invalid_value("'priority' must be a whole number.", "priority")
+    return fields.priority
 
 
 def _check_field(field: PromptField, *, resumable: bool) -> None:

@@ -95,6 +95,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """A smaller one is admitted sooner and preempted later; within one, what came sooner and is shorter is."""
     patience: float = 0.0
     """For how long it lets shorter ones of its priority pass, times what its uncached tokens take to compute."""
+    interrupts: bool = True
+    """Whether it goes before a less urgent one whose prompt has begun."""
     resume: bytes = b""
     """u32le ids that were generated elsewhere before: the sequence goes on behind them, and only what follows is told.
     Limits, penalties and noise count from the prompt's end as ever. They must not have ended it (`workers.ending`)."""

@@ -77,8 +77,7 @@ class Publisher:
         self._listeners: set[Listener] = set()
         self._unsent: list[bytes] = []  # batches, for those who listen already
         self._unsent_bytes = 0
-        self._batches_at = -math.inf
-        """When some were last sent."""
+        self._sent_at = -math.inf
         self._timer: asyncio.TimerHandle | None = None
         self.closed = False
         self.on_leave: Callable[[], None] | None = None
@@ -150,17 +149,17 @@ class Publisher:
         """Send now, or set the timer for when it is due. A silent engine sends no load: that is how its death shows."""
         if self._timer is not None:
             self._timer.cancel()
-        now = time.monotonic()
-        loads_due = now >= self._throttle.due_at() and self._is_healthy()
-        if loads_due or now >= self._batches_due_at() or self._unsent_bytes > _MAX_UNSENT_BYTES:
-            if self._unsent:
-                self._batches_at = now
-                self._send_batches()
-            if loads_due:
+        now, is_healthy = time.monotonic(), self._is_healthy()
+        if now >= self._due_at(is_healthy) or self._unsent_bytes > _MAX_UNSENT_BYTES:
+            self._sent_at = now
+            self._send_batches()
+            if is_healthy and (self._throttle.changed or now >= self._throttle.due_at()):
                 self._broadcast(encode_frame(self._throttle.take(seq=self._log.seq, now=now, ts=time.time())))
-        wait_s = min(self._throttle.due_at(), self._batches_due_at()) - now
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(wait_s if wait_s > 0 else LOAD_MAX_INTERVAL_S, self._send_when_due)
+        wait_s = min(self._due_at(is_healthy) - now, LOAD_MAX_INTERVAL_S)
+        self._timer = asyncio.get_running_loop().call_later(max(wait_s, 0.0), self._send_when_due)
 
-    def _batches_due_at(self) -> float:
-        return self._batches_at + LOAD_MIN_INTERVAL_S if self._unsent else math.inf
+    def _due_at(self, is_healthy: bool) -> float:
+        soon = self._sent_at + LOAD_MIN_INTERVAL_S
+        if self._unsent:
+            return soon
+        return max(self._throttle.due_at(), soon) if is_healthy else math.inf

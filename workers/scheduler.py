@@ -3,13 +3,13 @@
 Knows sequences and blocks; nothing of runners, sampling or messages. One step has a token budget, so that a long prompt
 is cut into chunks and those who already generate wait for one chunk at most, never for a whole prompt.
 
-In order: sequences that generate, ongoing prefills, waiting ones; but a waiting one goes before an ongoing prefill that is less
-urgent, which a long prompt would else hold up for seconds. More urgent is what has a higher priority, and within a priority
-what came sooner and has less to compute: each lets pass the shorter ones that come within its patience (`Submit`). So short
-prompts hardly wait for long ones, and nobody waits for ever. Waiting ones are admitted in that order, and only when the whole
-of what they have and one id more fit; their blocks are taken at once, so a prefill never runs out of memory halfway. A sequence
-that generates and finds no block takes those of the last in that order, which starts again from its ids later, mostly from the
-cache.
+In order: sequences that generate, ongoing prefills, waiting ones; but a waiting one may go before an ongoing prefill that is
+less urgent, which a long prompt would else hold up for seconds. More urgent is what has a higher priority, and within a
+priority what came sooner and has less to compute: each lets pass the shorter ones that come within its patience (`Submit`). So
+short prompts hardly wait for long ones, and nobody waits for ever. Waiting ones are admitted in that order, and only when the
+whole of what they have and one id more fit; their blocks are taken at once, so a prefill never runs out of memory halfway. A
+sequence that generates and finds no block takes those of the last in that order, which starts again from its ids later, mostly
+from the cache.
 
 What must hold:
 - Every step with something to do runs something: the sequence first in order is never preempted for another one, and the
@@ -114,7 +114,7 @@ class Scheduler:
         )  # else the next one admitted would take back what was just taken away
         ongoing = [seq for seq in self._running if seq.prefilling]
         for others, seq in zip(reversed(range(len(ongoing))), ongoing, strict=True):
-            if may_admit and self._waiting and self._waiting[0].urgency < seq.urgency:
+            if may_admit and self._waiting and self._waiting[0].may_interrupt(seq):
                 admitted = self._admit(budget - others - 1, before=seq)
                 budget -= sum(piece.num_tokens for piece in admitted)
                 slices += admitted
@@ -178,7 +178,7 @@ class Scheduler:
         for seq in self._waiting[: self._max_num_seqs + _LOOK_AHEAD]:
             if budget <= 0 or room <= 0 or len(self._running) == self._max_num_seqs:
                 break
-            if before is not None and seq.urgency >= before.urgency:
+            if before is not None and not seq.may_interrupt(before):
                 break
             matched = self._look(seq)
             if self._wanted_key(seq, matched) in filling:

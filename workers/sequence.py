@@ -44,7 +44,8 @@ class Seq:
     arrived_at: float = 0.0
     """On the engine's clock."""
     patience: float = 0.0
-    """Of `workers.protocol.Submit`."""
+    """Of `workers.protocol.Submit`, as the next one."""
+    interrupts: bool = True
 
     rank: float = 0.0
     """Its place within its priority, on the engine's clock: when it came, and the later the more it had to compute then."""
@@ -79,6 +80,10 @@ class Seq:
     def urgency(self) -> tuple[int, float]:
         """A smaller one need not wait for a larger one's prefill to end."""
         return self.order[0], self.rank
+
+    def may_interrupt(self, other: Seq) -> bool:
+        """While it waits and the other one's prompt is under way."""
+        return self.interrupts and self.urgency < other.urgency
 
     @property
     def turn(self) -> tuple[int, float, int]:

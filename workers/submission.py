@@ -114,6 +114,9 @@ def submissions(
         salt, priority, patience = gateway.salt, gateway.priority, gateway.patience
     else:
         salt, priority, patience = "", request.priority if info.takes_priority else 0, info.patience
+    interrupts = (
+        gateway is not None or not info.takes_priority
+    )  # by a field of vLLM's what has begun is finished, as there
     return [
         Submit(
             rid=next(rids),
@@ -122,6 +125,7 @@ def submissions(
             salt=salt,
             priority=priority,
             patience=patience,
+            interrupts=interrupts,
             resume=resume,
             sampling=_sampling(request, seed, choice, context_length(info) - len(prompt) // 4, grammar),
         )

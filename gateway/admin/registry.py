@@ -113,6 +113,8 @@ def _check(replica_id: str, spec: ReplicaSpec) -> None:
         checked_model(spec.revision)
     if spec.kind not in _KINDS:
         raise InvalidReplica(f"A replica's kind is one of {', '.join(_KINDS)}.")
+    if spec.priority and spec.kind == "warmpath":
+        raise InvalidReplica("priority is for replicas of kind openai; own workers are told more than that.")
     if not _EPOCH.fullmatch(spec.epoch):
         raise InvalidReplica("An epoch has up to 64 characters of A-Z, a-z, 0-9 and ._:-")
     if not _CREDENTIAL.fullmatch(spec.credential):

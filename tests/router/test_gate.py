@@ -176,6 +176,34 @@ def test_who_was_away_passes_a_flood_and_its_prompts_are_computed_first() -> Non
     assert sent.engine_priority(Priority.INTERACTIVE) < placed.engine_priority(Priority.DEFAULT)
 
 
+def test_a_rank_orders_by_priority_then_by_who_yields_then_by_when_it_came_and_how_long_it_is() -> None:
+    router = own_fleet(1)
+    gate = new_gate(router)
+    short, long = (gate.try_pass(asked(num_tokens=number), 0.0, 0.0) for number in (80, 80_000))
+    yielding = gate.try_pass(asked(num_tokens=80), 0.0, 0.0)
+    assert isinstance(short, Placed)
+    assert isinstance(long, Placed)
+    assert isinstance(yielding, Placed)
+    yielding.reservation.yields = True
+    now, year_2070 = 1.8e9, 3.2e9
+
+    ranks = [
+        short.engine_rank(Priority.INTERACTIVE, year_2070),
+        short.engine_rank(Priority.DEFAULT, now),
+        short.engine_rank(Priority.DEFAULT, now + 9.9),
+        long.engine_rank(Priority.DEFAULT, now),
+        short.engine_rank(Priority.DEFAULT, now + 10.1),
+        short.engine_rank(Priority.DEFAULT, year_2070),
+        yielding.engine_rank(Priority.DEFAULT, now),
+        yielding.engine_rank(Priority.DEFAULT, year_2070),
+        short.engine_rank(Priority.BATCH, now),
+    ]
+
+    assert ranks == sorted(ranks)
+    assert len(set(ranks)) == len(ranks)
+    assert all(abs(rank) < 1 << 53 for rank in ranks), "exact in any JSON reader"
+
+
 def test_who_does_not_get_in_is_told_the_work_before_it_by_the_rate_of_service() -> None:
     router = own_fleet(1)
     gate = new_gate(router, max_wait_s=0.5, max_queued=10)
@@ -232,7 +260,7 @@ def test_nothing_is_left_of_what_yielded() -> None:
 
     router.finish(placed.reservation, 1.0, Outcome.CANCELLED, None)
 
-    assert placed.reservation.replica.behind(0, 1.0, RATE, (), 0, yields=False) is None
+    assert placed.reservation.replica.behind((), 0, 0, 0, 1.0, RATE, yields=False) is None
 
 
 def test_those_who_had_their_share_leave_some_sequences_and_kv_to_those_who_had_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,25 +57,42 @@ def test_what_was_computed_or_is_gone_is_behind_nobody() -> None:
     assert len(order) == 0
 
 
-def test_the_last_one_that_concerns_somebody_is_found_as_long_as_something_of_it_is_left() -> None:
+def test_what_is_needed_first_is_not_behind() -> None:
     order = PromptOrder()
-    for rank, owner in enumerate(("a1", "b", "a2", "c")):
-        order.add(owner, firm(rank), 100, 0.0, RATE)
+    order.add("a", firm(4.0), 4000, 0.0, RATE)
+    order.add("b", firm(5.0), 1000, 0.0, RATE)
 
-    assert order.last_of(lambda owner: owner.startswith("a")) == firm(2)
-    assert order.last_of(lambda owner: owner == "d") is None
-    order.discard("a2", 0.0, RATE)
-    assert order.last_of(lambda owner: owner.startswith("a")) == firm(0)
+    needed = order.needed(lambda owner, left: left - 2500 if owner == "a" else 0.0, 1.0, RATE)
+
+    assert needed == {"a": 500.0}
+    assert order.behind(firm(2.0), 1.0, RATE, needed) == Behind(3500.0, 2)
 
 
+def test_where_what_has_begun_is_finished_first_it_is_behind_nobody() -> None:
+    order = PromptOrder(interrupts=False)
+    order.add("long", firm(4.0), 4000, 0.0, RATE)
+    order.add("longer", firm(9.0), 5000, 0.0, RATE)
+    order.add("short", firm(0.2), 100, 0.0, RATE)
+
+    assert order.behind(firm(1.5), 1.0, RATE) == Behind(5000.0, 1)
+    assert order.tokens_left(1.0, RATE) == 8100.0
+    assert order.tokens_left(9.0, RATE) == 5100.0, "only its answer tells that another one has begun"
+    order.discard("long", 5.0, RATE)
+    assert order.tokens_left(5.05, RATE) == 5050.0, "the most urgent one"
+    order.discard("longer", 5.05, RATE)
+    order.discard("short", 5.1, RATE)
+    assert len(order) == 0
+
+
+@pytest.mark.parametrize("interrupts", [True, False])
 @given(
     prompts=st.lists(st.tuples(st.booleans(), st.floats(0, 9), st.integers(0, 5000), st.floats(0, 1)), max_size=8),
     asked=st.tuples(st.booleans(), st.floats(0, 9)),
 )
 def test_it_is_never_more_than_was_sent_and_looking_changes_nothing(
-    prompts: list[tuple[bool, float, int, float]], asked: tuple[bool, float]
+    interrupts: bool, prompts: list[tuple[bool, float, int, float]], asked: tuple[bool, float]
 ) -> None:
-    order, now = PromptOrder(), 0.0
+    order, now = PromptOrder(interrupts=interrupts), 0.0
     for number, (yields, rank, tokens, pause) in enumerate(prompts):
         now += pause
         order.add(number, Urgency(yields, rank), tokens, now, RATE)
@@ -85,3 +103,4 @@ def test_it_is_never_more_than_was_sent_and_looking_changes_nothing(
     less_urgent = [tokens for yields, rank, tokens, _ in prompts if (yields, rank) > asked]
     assert behind.tokens <= sum(less_urgent)
     assert behind.delayed <= len(less_urgent)
+    assert behind.tokens <= order.tokens_left(now, RATE) <= sum(tokens for _, _, tokens, _ in prompts)

@@ -167,31 +167,52 @@ def test_a_replica_that_computes_in_order_of_arrival_is_waited_for(fleet: Callab
     assert found.delayed == 0
 
 
-def test_a_prompt_waits_for_those_that_compute_what_it_shall_find_cached() -> None:
-    """It is short only once they are done, and none of what is computed before it may be left out of its wait."""
+def test_a_prompt_waits_for_what_others_compute_that_it_shall_find_cached_and_not_for_the_rest() -> None:
     router = own_fleet(1)
     system = tokens(1, 8_000)
-    send(router, query([*system, *tokens(2, 8_000)]), request_id="first")
-    send(router, query(tokens(3, 64_000)), request_id="other")
+    send(router, query([*system, *tokens(2, 56_000)]), request_id="first")
 
-    (after,) = decide(router, query([*system, 1]), 0.1).candidates
-    (beside,) = decide(router, query(tokens(4, 10)), 0.1).candidates
+    (soon,) = decide(router, query([*system, 1]), 0.25).candidates
+    (later,) = decide(router, query([*system, 1]), 2.0).candidates
+    (beside,) = decide(router, query(tokens(4, 10)), 0.25).candidates
 
-    assert after.wait_s == pytest.approx(1.9)
-    assert after.delayed == 1
-    assert beside.wait_s == 0.0
+    assert (soon.matched_tokens, later.matched_tokens, beside.matched_tokens) == (8_000, 8_000, 0)
+    assert soon.wait_s == pytest.approx(0.75)
+    assert (later.wait_s, beside.wait_s) == (0.0, 0.0)
 
 
-def test_a_foreign_replica_that_takes_priorities_lets_short_prompts_pass_long_ones() -> None:
+def priority_fleet() -> Router:
+    """A foreign replica that computes in the order it is told, and finishes what it has begun."""
     router = Router()
     router.add("r0", msgspec.structs.replace(spec("openai"), priority=True), 0.0)
     router.set_health("r0", True, 0.0)
-    send(router, query(tokens(1, 16_000)), request_id="long")
+    return router
 
-    (found,) = decide(router, query(tokens(2, 800)), 1.0).candidates
 
-    assert found.wait_s == 0.0
+def test_at_a_foreign_replica_short_prompts_pass_long_ones_that_have_not_begun() -> None:
+    router = priority_fleet()
+    send(router, query(tokens(1, 16_000)), request_id="begun")
+    send(router, query(tokens(2, 16_000)), request_id="long")
+
+    (found,) = decide(router, query(tokens(3, 800)), 1.0).candidates
+
+    assert found.wait_s == pytest.approx(1.0)
     assert found.delayed == 1
+
+
+def test_texts_under_way_count_for_what_they_share() -> None:
+    router = priority_fleet()
+    for number, text in enumerate((b"a" * 64_000, b"s" * 32_000 + b"b" * 96_000)):
+        names = chunk_names(text, ROOT)
+        asked = Query(model=MODEL, names=names, num_tokens=len(text) // 4, num_bytes=len(text))
+        send(router, asked, request_id=str(number))
+    text = b"s" * 32_000 + b"c" * 400
+    asked = Query(model=MODEL, names=chunk_names(text, ROOT), num_tokens=len(text) // 4, num_bytes=len(text))
+
+    (found,) = decide(router, asked, 1.0).candidates
+
+    assert found.matched_tokens == pytest.approx(8_000, rel=0.1)
+    assert found.wait_s == pytest.approx(1.0 + found.matched_tokens / RATE, rel=0.05)
 
 
 def test_w_looks_only_at_replicas_that_may_be_used() -> None:

@@ -15,6 +15,8 @@ from tests.system.processes import free_ports
 
 pytestmark = pytest.mark.system
 
+_LONG = 40 * 2048
+"""Whole steps: in what its last one leaves over, a short prompt would be computed beside it."""
 _RUNS_ONE = re.compile(r"^vllm:num_requests_running{.*} 1", re.MULTILINE)
 
 
@@ -30,12 +32,12 @@ async def first_byte_at(http: httpx.AsyncClient, num_tokens: int, word: str) -> 
 async def is_passed(http: httpx.AsyncClient, replica: str) -> bool:
     """Whether a short prompt has its first token before a long one that came sooner, and would take seconds."""
     async with asyncio.TaskGroup() as tasks:
-        long = tasks.create_task(first_byte_at(http, 80_000, "long"))
+        long = tasks.create_task(first_byte_at(http, _LONG, "long"))
         async with asyncio.timeout(10):
             while _RUNS_ONE.search((await http.get(f"{replica}/metrics")).text) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         short = tasks.create_task(first_byte_at(http, 100, "abc"))
-    return short.result() < long.result()
+    return short.result() < long.result() - 0.5
 
 
 @pytest.mark.parametrize("knowledge", ["exact", "plain"])

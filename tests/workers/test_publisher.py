@@ -1,9 +1,11 @@
 import asyncio
+import time
 
 import pytest
 
 from router.wire import Batch, Frame, FrameDecoder, Hello, Load
 from tests.workers.test_events import ROOT, step
+from workers.events import LOAD_MIN_INTERVAL_S
 from workers.protocol import StepReport, StoredRun
 from workers.publisher import MAX_BACKLOG_BYTES, Listener, Publisher
 
@@ -88,11 +90,50 @@ async def test_changes_that_follow_each_other_closely_wake_a_listener_once() -> 
     source.report(stored(5))
     await read(listener)
 
+    read_again = asyncio.create_task(read(listener))
     for name in (6, 7, 8):
         source.report(stored(name))
+        await asyncio.sleep(0)
+        assert not read_again.done()
 
-    frames = await read(listener)
-    assert [frame.seq for frame in frames if isinstance(frame, Batch)] == [2, 3, 4]
+    assert [frame.seq for frame in await read_again if isinstance(frame, Batch)] == [2, 3, 4]
+    source.close()
+
+
+async def test_a_replica_that_is_not_well_tells_its_changes_no_later() -> None:
+    source = publisher(healthy=False)
+    listener = listening(source)
+    await read(listener)
+    source.report(stored(5))
+    await read(listener)
+    source.report(stored(6))
+
+    async with asyncio.timeout(0.5):
+        frames = await read(listener)
+
+    assert [type(frame) for frame in frames] == [Batch]
+    source.close()
+
+
+async def test_changes_and_loads_that_take_turns_wake_a_listener_no_more_often() -> None:
+    source = publisher()
+    listener = listening(source)
+    await read(listener)
+    began, wakes = time.monotonic(), 0
+
+    async def listen() -> None:
+        nonlocal wakes
+        while True:
+            await read(listener)
+            wakes += 1
+
+    listening_on = asyncio.create_task(listen())
+    for number in range(60):
+        source.report(stored(number + 10) if number % 2 else step(running=number))
+        await asyncio.sleep(0.005)
+    listening_on.cancel()
+
+    assert wakes <= (time.monotonic() - began) / LOAD_MIN_INTERVAL_S + 1
     source.close()
 
 

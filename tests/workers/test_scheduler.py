@@ -35,7 +35,7 @@ class Bench:
         self.seqs: list[Seq] = []
         self._next_id = 1_000_000
 
-    def add(self, ids: Sequence[int], *, priority: int = 0, at: float = 0.0) -> Seq:
+    def add(self, ids: Sequence[int], *, priority: int = 0, at: float = 0.0, interrupts: bool = True) -> Seq:
         seq = Seq(
             rid=len(self.seqs),
             root=self.pool.root(""),
@@ -45,6 +45,7 @@ class Bench:
             order=(priority, len(self.seqs)),
             arrived_at=at,
             patience=self.patience,
+            interrupts=interrupts,
         )
         self.seqs.append(seq)
         self.scheduler.add(seq)
@@ -100,6 +101,17 @@ def test_a_short_prompt_passes_a_long_one_that_has_begun() -> None:
     assert bench.step() == [(2, 3), (1, 6), (0, 1)]
     assert bench.step() == [(2, 1), (1, 8), (0, 1)]
     assert bench.step() == [(2, 1), (1, 1), (0, 8)]
+
+
+def test_one_that_does_not_interrupt_lets_what_has_begun_be_finished() -> None:
+    bench = Bench(token_budget=10, patience=1.0)
+    bench.add(distinct(25, 0), at=0.0)
+    bench.step()
+    bench.add(distinct(14, 1), at=1.0, interrupts=False)
+    bench.add(distinct(3, 2), at=2.0, interrupts=False)
+
+    assert bench.step() == [(0, 10)]
+    assert bench.step() == [(0, 5), (2, 3), (1, 2)]
 
 
 def test_a_long_prompt_lets_none_pass_that_come_after_its_patience() -> None:

@@ -39,11 +39,20 @@ def submitted(fields: dict[str, Any], **info: Any) -> Submit:
 def test_a_gateway_says_in_which_order_to_compute_and_its_clients_do_not() -> None:
     found = submitted({"priority": -9, "warmpath": {"priority": 2, "patience": 0.5}}, takes_priority=True, patience=3.0)
 
-    assert (found.priority, found.patience) == (2, 0.5)
+    assert (found.priority, found.patience, found.interrupts) == (2, 0.5, True)
 
 
 @pytest.mark.parametrize(("takes_priority", "priority"), [(True, -9), (False, 0)])
 def test_without_a_gateway_the_field_priority_counts_where_it_is_to(takes_priority: bool, priority: int) -> None:
     found = submitted({"priority": -9}, takes_priority=takes_priority, patience=3.0)
 
-    assert (found.priority, found.patience) == (priority, 3.0)
+    assert (found.priority, found.patience, found.interrupts) == (priority, 3.0, not takes_priority)
+
+
+@pytest.mark.parametrize("priority", ["high", 1.5, True, 1 << 60])
+def test_a_priority_that_is_none_is_refused_where_it_counts(priority: object) -> None:
+    with pytest.raises(ApiError) as caught:
+        submitted({"priority": priority})
+
+    assert caught.value.param == "priority"
+    assert submitted({"priority": priority, "warmpath": {}}).priority == 0
