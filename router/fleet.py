@@ -329,8 +329,8 @@ class Replica:
         return load.kv_used_blocks * hello.block_size + promised + uncached_tokens <= usable * capacity
 
     def _own_backlog(self, now: float, rate: float) -> float:
-        """Tokens left of what we promised, where the replica does not tell; where it takes no order, in that of arrival."""
-        if self._order is not None:
+        """Tokens left of what we promised, where the replica does not tell: the first one is under way."""
+        if self._order is not None and self.spec.priority:
             return self._order.tokens_left(now, rate)
         if not self._prefilling:
             return 0.0

@@ -52,7 +52,7 @@ def test_a_run_gives_the_same_figures_again() -> None:
 
 def test_an_overloaded_fleet_gets_as_much_done_through_the_queue_as_without_one() -> None:
     # The longest come last, so of a shorter run the end says little of how much was done before it.
-    made = make_workload("trace", load=3, seed=1, limit=200)
+    made = make_workload("trace", load=3, seed=1, limit=400)
     without, through = (VirtualFleet(made, RoutingSettings(), queue=queue).run() for queue in (None, GateSettings()))
 
     assert through.most_queued > 0

@@ -15,9 +15,9 @@ from tests.system.processes import free_ports
 
 pytestmark = pytest.mark.system
 
-_LONG = 40 * 2048
+_LONG = 20 * 2048
 """Whole steps: in what its last one leaves over, a short prompt would be computed beside it."""
-_RUNS_ONE = re.compile(r"^vllm:num_requests_running{.*} 1", re.MULTILINE)
+_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting){.*} ([0-9]+)", re.MULTILINE)
 
 
 async def first_byte_at(http: httpx.AsyncClient, num_tokens: int, word: str) -> float:
@@ -30,14 +30,20 @@ async def first_byte_at(http: httpx.AsyncClient, num_tokens: int, word: str) -> 
 
 
 async def is_passed(http: httpx.AsyncClient, replica: str) -> bool:
-    """Whether a short prompt has its first token before a long one that came sooner, and would take seconds."""
+    """Whether a short prompt has its first token before a long one that came sooner, and waits for another long one."""
     async with asyncio.TaskGroup() as tasks:
-        long = tasks.create_task(first_byte_at(http, _LONG, "long"))
-        async with asyncio.timeout(10):
-            while _RUNS_ONE.search((await http.get(f"{replica}/metrics")).text) is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        tasks.create_task(first_byte_at(http, _LONG, "one"))
+        await until_there_are(1, http, replica)
+        long = tasks.create_task(first_byte_at(http, _LONG, "two"))
+        await until_there_are(2, http, replica)
         short = tasks.create_task(first_byte_at(http, 100, "abc"))
     return short.result() < long.result() - 0.5
+
+
+async def until_there_are(count: int, http: httpx.AsyncClient, replica: str) -> None:
+    async with asyncio.timeout(10):
+        while count != sum(map(int, _REQUESTS.findall((await http.get(f"{replica}/metrics")).text))):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("knowledge", ["exact", "plain"])
@@ -45,7 +51,7 @@ async def is_passed(http: httpx.AsyncClient, replica: str) -> bool:
 async def test_short_prompts_pass_long_ones_where_replicas_do_as_they_are_asked(
     knowledge: str, order: Order, passed: bool
 ) -> None:
-    shape = FleetShape(replicas=1, processes=1, speedup=2.0, kv_tokens=1 << 20, tokens_per_chunk=4, order=order)
+    shape = FleetShape(replicas=1, processes=1, speedup=1.0, kv_tokens=1 << 20, tokens_per_chunk=4, order=order)
     arm = Ours("cost", "exact" if knowledge == "exact" else "plain")
     with running_system(arm, shape, free_ports(5)[0]) as system:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{system.ports[0]}", timeout=30) as http:
