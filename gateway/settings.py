@@ -392,8 +392,8 @@ class AdmissionSettings(_Group):
     max_wait_s: Seconds = _GATE.max_wait_s
     """A replica is saturated while the wait predicted for it is longer."""
     ahead_s: Annotated[float, Field(ge=0, le=60)] = _GATE.ahead_s
-    """While requests wait, a replica gets its next one when it has less than this to do. Enough that it never runs dry: what is
-    there already is computed in the order in which it came, whoever has the better right."""
+    """While requests wait, a replica gets its next one when it has less than this to do. Enough that it never runs dry: at
+    many replicas nobody passes what is there already, whoever has the better right."""
     max_queued: Annotated[int, Field(ge=0, le=1_000_000)] = _GATE.max_queued
     """Requests that may wait, for each model; past that the tenant with the most of them loses one. 0: nothing waits."""
     deadline_s: Seconds = _GATE.deadline_s

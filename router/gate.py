@@ -5,7 +5,7 @@
 
 Two bounds, both on the wait that is predicted at the replicas. Above `max_wait_s` the pool is saturated and the queue begins.
 Once it has begun, replicas get their next prompt when they have less than `ahead_s` to do: enough that none runs dry, and so
-little that whoever is next in the fair order is soon computed, for what lies at a replica is first come, first served.
+little that whoever is next in the fair order is soon computed, for at many replicas nobody passes what lies there already.
 While prompts wait here they raise w as if they waited there (`Query.backlog_tokens`), so a saturated fleet keeps its cache.
 
 The head waits for room even where a smaller prompt behind it would fit: else a large one would never get any.
@@ -82,8 +82,8 @@ class Placed(NamedTuple):
         return 2 * priority + self.reservation.yields
 
     def engine_rank(self, priority: Priority, unix_s: float) -> int:
-        """For replicas that are told a number and nothing else: the same, and within it by when it came (`unix_s`) and for how
-        long it lets others pass.
+        """For replicas that are told a number and nothing else: the same, and within it by when it is sent (`unix_s`) and for
+        how long it lets others pass.
         """
         return self.engine_priority(priority) << _RANK_BITS | round(1000 * (unix_s + self.reservation.passed_s))
 

@@ -2,9 +2,9 @@
 
     cost(replica) = (wait + away + (w + delayed) · own work) ÷ weight        all in seconds
 
-*Wait* is uncached prompt tokens already promised to the replica ÷ its prefill rate, plus what its running decodes add. Own
-workers compute short prompts before long ones (`router.prompt_order`): what would come after this one is no wait, but
-it is *delayed* by this one's work, which counts once more for each such prompt. *Own
+*Wait* is uncached prompt tokens already promised to the replica ÷ its prefill rate, plus what its running decodes add. Replicas
+that take an order compute short prompts before long ones (`router.prompt_order`): what would come after this one is no wait,
+but it is *delayed* by this one's work, which counts once more for each such prompt. *Own
 work* is this prompt's uncached tokens ÷ that rate + a fixed part. With w = 1 this is the predicted time to the first token; w
 rises with the wait that even the least busy replica has, because near saturation every token prefilled twice delays
 everybody. *Away* is 0, but with several gateways that hear nothing of each other it is what counts against replicas that
