@@ -71,9 +71,9 @@ class Cell:
 CELLS: Final = (
     Cell("shared", 1.0, speedup=1.5),
     Cell("chats", 1.0, speedup=5.0),
-    Cell("trace", 1.0, speedup=2.0),
+    Cell("trace", 1.0, speedup=1.5),
     Cell("trace", 1.5, speedup=2.0),
-    Cell("trace", 2.0, speedup=1.5),
+    Cell("trace", 2.0, speedup=2.0),
 )
 
 _ESSENTIAL: Final = (Ours("cost"), Ours("cost", "plain"), Ours("random"), Ours("consistent_hash"))

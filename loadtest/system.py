@@ -129,7 +129,8 @@ def _start_ours(
         "WARMPATH_ROUTING__RUNNING_S": str(_RUNNING_S / speedup),
         "WARMPATH_ROUTING__W_PER_WAIT_S": str(_W_PER_WAIT_S * speedup),
         "WARMPATH_ROUTING__SATURATED_S": str(_SATURATED_S / speedup),
-        "WARMPATH_ROUTING__PATIENCE": "0" if shape.order == "arrival" else "1",
+        # The other policies stand for routers that ask for no order.
+        "WARMPATH_ROUTING__PATIENCE": "0" if shape.order == "arrival" or arm.policy != "cost" else "1",
         "WARMPATH_ROUTING__GATEWAYS": str(arm.gateways),
         "WARMPATH_ROUTING__AWAY_S": str(_AWAY_S / speedup),
         "WARMPATH_ADMISSION__MAX_WAIT_S": str(_MAX_WAIT_S / speedup),
