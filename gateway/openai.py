@@ -162,7 +162,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def computes(self) -> bool:
         """Whether a replica computes a prompt for it."""
-        return (self.generates or self.endpoint == "/v1/embeddings") and not self.subpath
+        return self.generates or self.endpoint == "/v1/embeddings"
 
     @property
     def path(self) -> str:

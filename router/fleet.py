@@ -10,10 +10,9 @@ raise or make the arithmetic of others wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 from typing import Final
 
 import msgspec
@@ -206,9 +205,8 @@ class Replica:
         self.inflight = 0
         self.unanswered_tokens = 0
         self.unadmitted_tokens = 0
-        self._order = (
-            None if spec.kind != "warmpath" and not spec.priority else PromptOrder(interrupts=spec.kind == "warmpath")
-        )
+        is_own = spec.kind == "warmpath"
+        self._order = PromptOrder(interrupts=is_own) if is_own or spec.priority else None
         """None: it computes prompts as they come."""
         self._unadmitted = 0
         """Requests sent to it that its load frames do not count yet."""
@@ -291,12 +289,27 @@ class Replica:
         if not order:
             return None
         urgency = Urgency(yields, now + self._passed_s(uncached_tokens, rate))
-        if not matched_blocks or not order.may_pass(urgency):
+        if not order.may_pass(urgency):
             return order.behind(urgency, now, rate)
-        needed = order.needed(partial(_needed, names, matched_blocks, matched_tokens), now, rate)
+        needed = self._needed(names, matched_blocks, matched_tokens, now, rate)
         if needed:
             urgency = Urgency(yields, now + self._passed_s(uncached_tokens + sum(needed.values()), rate))
         return order.behind(urgency, now, rate, needed)
+
+    def _needed(
+        self, names: Sequence[int], matched_blocks: int, matched_tokens: int, now: float, rate: float
+    ) -> Mapping[Reservation, float]:
+        """Tokens that others here have yet to compute of what such a prompt is expected to find cached."""
+        matched_blocks = min(matched_blocks, len(names))
+        if not matched_blocks or not self._order:
+            return {}
+        shared = {}
+        for other in self._prefilling:
+            begin = other.matched_blocks
+            end = min(len(other.names), matched_blocks)
+            if begin < end and other.names[end - 1] == names[end - 1]:
+                shared[other] = min(matched_tokens, other.prompt_tokens) - other.matched_tokens
+        return self._order.needed(shared, now, rate) if shared else {}
 
     def decoding_s(self, now: float) -> float:
         """The part of `wait_s` that running decodes add: a preference among replicas, no time in which nothing can begin."""
@@ -363,7 +376,7 @@ class Replica:
         if self._order is not None:
             order, begun_at, rate = self._order, reservation.begun_at, self._known_rate
             match = reservation.names, reservation.matched_blocks, reservation.matched_tokens
-            needed = order.needed(partial(_needed, *match), begun_at, rate)
+            needed = self._needed(*match, begun_at, rate)
             reservation.passed_s = self._passed_s(uncached_tokens + sum(needed.values()), rate)
             urgency = Urgency(reservation.yields, begun_at + reservation.passed_s)
             order.add(reservation, urgency, uncached_tokens, begun_at, rate)
@@ -519,14 +532,3 @@ class Replica:
             event_snapshots=self.stream.snapshots,
             event_restarts=self.stream.restarts,
         )
-
-
-def _needed(
-    names: Sequence[int], matched_blocks: int, matched_tokens: int, other: Reservation, tokens_left: float
-) -> float:
-    """Tokens that `other` has yet to compute of what a prompt of `names` is expected to find cached."""
-    end = min(len(other.names), len(names), matched_blocks)
-    if end <= other.matched_blocks or other.names[end - 1] != names[end - 1]:
-        return 0.0
-    shared = min(matched_tokens, other.prompt_tokens) - other.matched_tokens
-    return shared - (other.uncached_tokens - tokens_left)

@@ -130,9 +130,8 @@ class Members:
         """The other way round."""
         if not tokens or self.record.key_space == "tokens":
             return tokens // self.record.block_size
-        return (
-            bisect_left(CHUNK_ENDS, tokens * self.density.bytes_per_token - 1) + 1
-        )  # a byte is more than a product is off
+        num_bytes = tokens * self.density.bytes_per_token - 1  # a byte is more than a product is off
+        return bisect_left(CHUNK_ENDS, num_bytes) + 1
 
     def capacity_of(self, replica: Replica) -> int:
         """Blocks that a replica's cache is taken to hold: as it says, else as learned, else by the prior."""

@@ -16,7 +16,7 @@ prompts wait before it.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -50,7 +50,9 @@ _NOTHING: Final[Mapping[Any, float]] = {}
 class _Left(msgspec.Struct, eq=False):
     owner: Any
     urgency: Urgency
+    total: float
     tokens: float
+    """Of those, what is left."""
 
 
 class PromptOrder:
@@ -67,7 +69,7 @@ class PromptOrder:
     def add(self, owner: object, urgency: Urgency, tokens: int, now: float, rate: float) -> None:
         """`rate`: prefill tokens a second, here and below."""
         self._work(now, rate)
-        left = _Left(owner, urgency, float(tokens))
+        left = _Left(owner, urgency, float(tokens), float(tokens))
         insort(self._lefts, left, key=_urgency)
         if self._under_way is None and not self._interrupts:
             self._under_way = left
@@ -81,40 +83,52 @@ class PromptOrder:
 
     def tokens_left(self, now: float, rate: float) -> float:
         """Of all of them. Changes nothing, like what follows."""
-        return sum([rest for _, rest in self._rests(now, rate)])
+        return sum(self._rests(now, rate))
 
     def may_pass(self, urgency: Urgency) -> bool:
         """Whether anything is less urgent."""
         return bool(self._lefts) and self._lefts[-1].urgency > urgency
 
-    def needed(self, of: Callable[[Any, float], float], now: float, rate: float) -> dict[Any, float]:
-        """What `of` says of owners and their tokens left, where that is above 0."""
-        found = {left.owner: of(left.owner, rest) for left, rest in self._rests(now, rate)}
-        return {owner: tokens for owner, tokens in found.items() if tokens > 0}
+    def needed(self, shared: Mapping[Any, float], now: float, rate: float) -> dict[Any, float]:
+        """Of the first so many tokens of owners, those that are left; only where there are some."""
+        found = {}
+        for left, rest in zip(self._lefts, self._rests(now, rate), strict=True):
+            if (tokens := shared.get(left.owner, 0.0) - (left.total - rest)) > 0:
+                found[left.owner] = tokens
+        return found
 
     def behind(self, urgency: Urgency, now: float, rate: float, needed: Mapping[Any, float] = _NOTHING) -> Behind:
         """What a prompt that comes now would go before. `needed`: tokens of owners that are computed before it all the same."""
         if not self.may_pass(urgency):
             return _NOBODY
         tokens, delayed = 0.0, 0
-        for left, rest in self._rests(now, rate):
-            if rest and left.urgency > urgency and left is not self._under_way:
+        under_way, yields = self._under_way, urgency.yields
+        for left, rest in zip(self._lefts, self._rests(now, rate), strict=True):
+            if rest and left.urgency > urgency and left is not under_way:
                 tokens += max(rest - needed.get(left.owner, 0.0), 0.0) if needed else rest
-                delayed += left.urgency.yields == urgency.yields
+                delayed += left.urgency.yields == yields
         return Behind(tokens, delayed)
 
-    def _rests(self, now: float, rate: float) -> Iterator[tuple[_Left, float]]:
-        done = rate * max(now - self._worked_until, 0.0)
+    def _rests(self, now: float, rate: float) -> list[float]:
+        """Tokens left of each, in order."""
+        done = rate * (now - self._worked_until)
+        rests = [left.tokens for left in self._lefts]
+        if done <= 0.0:
+            return rests
         if self._interrupts:
-            for left in self._lefts:
-                yield left, max(left.tokens - done, 0.0)
-                done = max(done - left.tokens, 0.0)
-        else:
-            for left in self._lefts:
-                yield left, max(left.tokens - done, 0.0) if left is self._under_way else left.tokens
+            for place, tokens in enumerate(rests):
+                if done < tokens:
+                    rests[place] = tokens - done
+                    break
+                rests[place] = 0.0
+                done -= tokens
+        elif self._under_way is not None:
+            place = self._lefts.index(self._under_way)
+            rests[place] = max(rests[place] - done, 0.0)
+        return rests
 
     def _work(self, now: float, rate: float) -> None:
         """The replica has computed since the last time."""
-        for left, rest in list(self._rests(now, rate)):
+        for left, rest in zip(self._lefts, self._rests(now, rate), strict=True):
             left.tokens = rest
         self._worked_until = max(now, self._worked_until)

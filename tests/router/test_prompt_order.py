@@ -62,7 +62,7 @@ def test_what_is_needed_first_is_not_behind() -> None:
     order.add("a", firm(4.0), 4000, 0.0, RATE)
     order.add("b", firm(5.0), 1000, 0.0, RATE)
 
-    needed = order.needed(lambda owner, left: left - 2500 if owner == "a" else 0.0, 1.0, RATE)
+    needed = order.needed({"a": 1500.0}, 1.0, RATE)
 
     assert needed == {"a": 500.0}
     assert order.behind(firm(2.0), 1.0, RATE, needed) == Behind(3500.0, 2)
